@@ -1,0 +1,76 @@
+# Everything runs in .venv, which the first target that needs it makes. `make` alone lists the targets.
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo check test bench chaos format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/dev ## show what there is so far
+	@$(BIN)/python -m lowwater.demo
+
+check: .venv/dev ## formatting, lint, types, import contracts and the fast tests
+	@echo "check: formatting"
+	@$(BIN)/ruff format --quiet --diff .
+	@echo "check: lint"
+	@$(BIN)/ruff check --quiet .
+	@echo "check: types"
+	@$(BIN)/mypy
+	@echo "check: import contracts"
+	@$(BIN)/lint-imports --no-logo
+	@echo "check: fast tests"
+	@$(BIN)/pytest -q -n 2 -m "not slow and not chaos and not docker"
+	@echo "check passed: formatting, lint, strict types, import contracts and the fast tests all hold."
+
+test: .venv/dev ## all tests, then those that need Docker
+	@echo "test: all tests, the slow ones too"
+	@$(BIN)/pytest -q -n 2
+	@echo "test: tests that need Docker"
+	@docker=passed; $(BIN)/pytest -q -m docker || { code=$$?; [ $$code -eq 5 ] || exit $$code; docker=none; }; \
+	case $$docker in \
+	passed) echo "test passed: all tests hold, and those that need Docker were passed or skipped as said above." ;; \
+	none) echo "test passed: all tests hold. There are no tests yet that need Docker, so none were run." ;; \
+	esac
+
+bench: .venv/bench ## measure the log against its peers, in one run
+	@$(BIN)/python bench/log.py
+
+chaos: .venv/dev ## the tests that run for minutes
+	@$(BIN)/pytest -m chaos --timeout 7200 tests/
+	@echo "chaos passed: every test that runs for minutes holds."
+
+format: .venv/dev ## write the formatting, and what lint can correct
+	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
+
+clean: ## remove .venv and all that was built or cached
+	@rm -rf .venv build dist src/*.egg-info .hypothesis .*_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/dev: pyproject.toml
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		for python in python3.11 python3.12 python3.13 python3; do \
+			if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+				if $$python -c 'import ensurepip, venv' 2>/dev/null; then break; fi; \
+				bare=$$python; \
+			fi; \
+			python=; \
+		done; \
+		if [ -z "$$python" ] && [ -n "$$bare" ]; then \
+			echo "error: $$bare has no venv module. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; \
+		elif [ -z "$$python" ]; then \
+			echo "error: no Python 3.11 or newer was found. On Debian or Ubuntu: apt-get install python3 python3-venv" >&2; exit 1; \
+		fi; \
+		echo ".venv: making it with $$($$python --version)"; \
+		$$python -m venv --clear .venv; \
+	}
+	@echo ".venv: installing lowwater and what its tests need (the first time takes a minute)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@echo ".venv: ready"
+	@touch $@
+
+.venv/bench: .venv/dev
+	@echo ".venv: installing what the benchmark compares with"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@touch $@

@@ -1,0 +1,358 @@
+"""What the rounds amount to: medians, ratios, targets, tables and a picture.
+
+Always true: a ratio is taken inside one round, between measurements seconds apart, and only then is the
+median over rounds taken. Machines drift by more than what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# The yardstick itself may vary by this factor between rounds before the report calls the machine noisy.
+NOISE_MAX = 1.3
+
+Round = Mapping[str, Any]  # what one child answered
+Spread = dict[str, float]  # median, min, max over the rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    name: str
+    title: str
+    unit: str
+    divisor: float = 1.0
+    baselines: tuple[str, ...] = ()
+
+
+WORKLOADS = (
+    Workload(
+        name="batches",
+        title="Appending batches of 100 entries with values of 100 B, each batch synced",
+        unit="batches/s",
+        baselines=("raw", "rocksdb"),
+    ),
+    Workload(
+        name="single",
+        title="Appending single entries of 100 B, each synced before it is acknowledged",
+        unit="entries/s",
+        baselines=("ours-thread",),
+    ),
+    Workload(
+        name="read",
+        title="Reading back values of 10 to 600 B (144 on average), on one core, page cache warm",
+        unit="entries/s",
+        baselines=("sqlite",),
+    ),
+    Workload(
+        name="open",
+        title="Opening an unsealed segment",
+        unit="MB/s",
+        divisor=1e6,
+        baselines=("raw",),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A bar that the project has set itself: at least this much, or at most."""
+
+    what: str
+    workload: str
+    contender: str
+    metric: str
+    bar: float
+    at_most: bool = False
+
+
+TARGETS = (
+    Target(
+        what="batches, pipelined ÷ raw loop",
+        workload="batches",
+        contender="ours-pipelined",
+        metric="ratio_to_raw",
+        bar=0.8,
+    ),
+    Target(
+        what="batches, waiting for each ÷ raw loop",
+        workload="batches",
+        contender="ours-waiting",
+        metric="ratio_to_raw",
+        bar=0.55,
+    ),
+    Target(
+        what="batches, waiting for each ÷ RocksDB",
+        workload="batches",
+        contender="ours-waiting",
+        metric="ratio_to_rocksdb",
+        bar=1.2,
+    ),
+    Target(
+        what="batches, pipelined ÷ RocksDB",
+        workload="batches",
+        contender="ours-pipelined",
+        metric="ratio_to_rocksdb",
+        bar=1.2,
+    ),
+    Target(
+        what="single entries, 64 threads ÷ one",
+        workload="single",
+        contender="ours-threads",
+        metric="ratio_to_ours-thread",
+        bar=3,
+    ),
+    Target(
+        what="single entries, 64 asyncio tasks ÷ one thread",
+        workload="single",
+        contender="ours-tasks",
+        metric="ratio_to_ours-thread",
+        bar=8,
+    ),
+    Target(
+        what="single entries, 64 futures ÷ one thread",
+        workload="single",
+        contender="ours-futures",
+        metric="ratio_to_ours-thread",
+        bar=8,
+    ),
+    Target(
+        what="single entries, p99 above the raw loop's, ms",
+        workload="single",
+        contender="ours-thread",
+        metric="p99_over_raw_ms",
+        bar=0.15,
+        at_most=True,
+    ),
+    Target(
+        what="reading one by one, entries/s",
+        workload="read",
+        contender="ours-entries",
+        metric="rate",
+        bar=800_000,
+    ),
+    Target(
+        what="reading vectorised, entries/s",
+        workload="read",
+        contender="ours-columns",
+        metric="rate",
+        bar=5_000_000,
+    ),
+    Target(
+        what="opening, values of 100 B, MB/s",
+        workload="open",
+        contender="ours-100",
+        metric="rate",
+        bar=250,
+    ),
+    Target(
+        what="opening, values of 1 KiB, MB/s",
+        workload="open",
+        contender="ours-1024",
+        metric="rate",
+        bar=250,
+    ),
+)
+
+
+def summarise(rounds: Mapping[str, Sequence[Round]], workload: Workload) -> dict[str, dict[str, Spread]]:
+    """Contender → metric → spread. A contender without a single good round has no metrics."""
+    return {name: _metrics(answers, rounds, workload) for name, answers in rounds.items()}
+
+
+def _metrics(
+    answers: Sequence[Round], rounds: Mapping[str, Sequence[Round]], workload: Workload
+) -> dict[str, Spread]:
+    found: dict[str, list[float]] = {}
+    for number, answer in enumerate(answers):
+        if answer["status"] != "ok":
+            continue
+        found.setdefault("rate", []).append(answer["rate"] / workload.divisor)
+        for key in ("p50_ms", "p99_ms", "flushes_each", "cpu"):
+            if key in answer:
+                found.setdefault(key, []).append(answer[key])
+        for name in {*workload.baselines, "raw"} & rounds.keys():
+            other = rounds[name][number] if number < len(rounds[name]) else {"status": "missing"}
+            if other["status"] != "ok":
+                continue
+            found.setdefault(f"ratio_to_{name}", []).append(answer["rate"] / other["rate"])
+            if name == "raw" and "p99_ms" in answer and "p99_ms" in other:
+                found.setdefault("p99_over_raw_ms", []).append(answer["p99_ms"] - other["p99_ms"])
+    return {key: _spread(values) for key, values in found.items()}
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]]) -> list[dict[str, Any]]:
+    """Each target with what was measured for it; `met` is None where nothing was."""
+    verdicts = []
+    for target in TARGETS:
+        spread = summary.get(target.workload, {}).get(target.contender, {}).get(target.metric)
+        met = None
+        if spread is not None:
+            met = spread["median"] <= target.bar if target.at_most else spread["median"] >= target.bar
+        verdicts.append(
+            {
+                "what": target.what,
+                "sign": "≤" if target.at_most else "≥",
+                "bar": target.bar,
+                "measured": spread,
+                "met": met,
+            }
+        )
+    return verdicts
+
+
+def print_report(console: Console, report: Mapping[str, Any]) -> None:
+    for workload in WORKLOADS:
+        if part := report["workloads"].get(workload.name):
+            _print_workload(console, workload, part)
+            _warn_of_noise(console, part)
+    _print_targets(console, report["targets"])
+
+
+def _print_workload(console: Console, workload: Workload, part: Mapping[str, Mapping[str, Any]]) -> None:
+    table = Table(title=workload.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    timed = any("p50_ms" in each["metrics"] for each in part.values())
+    table.add_column("", no_wrap=True)
+    table.add_column(workload.unit, justify="right", no_wrap=True)
+    for name in workload.baselines:
+        table.add_column(f"÷ {part[name]['label'] if name in part else name}", justify="right", no_wrap=True)
+    columns = [("p50_ms", "p50 ms", 3), ("p99_ms", "p99 ms", 3)] if timed else []
+    if workload.name == "single":
+        columns.append(("p99_over_raw_ms", "p99 - raw's", 3))
+    if timed:
+        columns.append(("flushes_each", "flushes each", 2))
+    columns.append(("cpu", "cores used", 2))
+    for _, title, _ in columns:
+        table.add_column(title, justify="right")
+    for name, each in part.items():
+        metrics = each["metrics"]
+        label = Text(each["label"], "bold" if name.startswith("ours") else "")
+        if "rate" not in metrics:
+            table.add_row(label, Text("failed" if each["status"] == "failed" else "not available", "yellow"))
+            continue
+        table.add_row(
+            label,
+            _number(metrics["rate"]["median"]),
+            *(_spread_text(metrics.get(f"ratio_to_{other}")) for other in workload.baselines),
+            *(f"{metrics[key]['median']:.{places}f}" if key in metrics else "" for key, _, places in columns),
+        )
+    console.print()
+    console.print(table)
+    for each in part.values():
+        line = Text(f"  {each['label']}: {each['configuration']}", "dim")
+        if each["status"] != "ok":
+            line.append(f" — {each['status']}: {each['reason']}", "yellow")
+        console.print(line)
+
+
+def _warn_of_noise(console: Console, part: Mapping[str, Mapping[str, Any]]) -> None:
+    rate = part.get("raw", {}).get("metrics", {}).get("rate")
+    if rate is not None and rate["max"] > NOISE_MAX * rate["min"]:
+        console.print(
+            f"  Even '{part['raw']['label']}' went from {_number(rate['min'])} to {_number(rate['max'])}: "
+            "something else used this machine. Repeat the run when it is quiet.",
+            style="bold yellow",
+        )
+
+
+VERDICTS = {
+    True: Text("met", "green"),
+    False: Text("MISSED", "bold red"),
+    None: Text("not measured", "yellow"),
+}
+
+
+def _print_targets(console: Console, targets: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(title="Targets", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    table.add_column("bar", justify="right")
+    table.add_column("measured (min..max)", justify="right", no_wrap=True)
+    table.add_column("")
+    for each in targets:
+        bar = f"{each['sign']} {_number(each['bar'])}"
+        table.add_row(each["what"], bar, _spread_text(each["measured"]), VERDICTS[each["met"]])
+    console.print()
+    console.print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _spread_text(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    form = "{:,.0f}" if spread["median"] >= 100 else "{:.2f}"
+    if spread["min"] == spread["max"]:
+        return form.format(spread["median"])
+    return f"{form} ({form}..{form})".format(spread["median"], spread["min"], spread["max"])
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Bars of ratios with their range over the rounds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [
+        ("batches", "ratio_to_raw", "100 × 100 B per synced batch, ÷ raw write + fdatasync loop"),
+        ("single", "ratio_to_ours-thread", "single synced entries, ÷ one blocking thread"),
+    ]
+    drawn = []
+    for workload, metric, title in panels:
+        part = report["workloads"].get(workload, {})
+        bars = [
+            (name, each["label"], each["metrics"][metric])
+            for name, each in part.items()
+            if metric in each["metrics"]
+        ]
+        if bars:
+            drawn.append((title, bars[::-1]))
+    if not drawn:
+        return
+    heights = [len(bars) + 1.5 for _, bars in drawn]
+    figure = Figure(figsize=(9, 0.36 * sum(heights) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(drawn), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axis, (title, bars) in zip(axes, drawn, strict=True):
+        middles = [spread["median"] for _, _, spread in bars]
+        errors = [
+            [middle - spread["min"] for middle, (_, _, spread) in zip(middles, bars, strict=True)],
+            [spread["max"] - middle for middle, (_, _, spread) in zip(middles, bars, strict=True)],
+        ]
+        colours = ["#1f6f8b" if name.startswith("ours") else "#b8b8b8" for name, _, _ in bars]
+        labels = [label for _, label, _ in bars]
+        axis.barh(labels, middles, xerr=errors, color=colours, ecolor="#444444", capsize=2)
+        for row, (_, _, spread) in enumerate(bars):
+            axis.annotate(
+                f"{spread['median']:.2f}",
+                (spread["max"], row),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )
+        axis.axvline(1, color="#444444", linewidth=0.8, linestyle="--")
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.margins(x=0.08)
+        axis.spines[["top", "right"]].set_visible(False)
+    machine = report["machine"]
+    figure.supxlabel(
+        f"medians of {report['settings']['rounds']} rounds, whiskers min..max · {machine['cpu']}, "
+        f"{machine['cores']} cores, {machine['filesystem']}, Python {machine['python']}",
+        fontsize=8,
+        color="#666666",
+    )
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,1 @@
+"""Attacks on the engine, and the fakes that they need."""

@@ -1,0 +1,1 @@
+"""The engine: the log today; pages, transactions and streams stand on it."""

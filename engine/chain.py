@@ -1,0 +1,202 @@
+"""What the log itself decides: who it belongs to, how it is cut into segments, and what each one follows.
+
+Always true:
+  - `Chain` is a function of the entries alone, so every replica cuts the same segments;
+  - a segment ends after the frame that makes it `segment_bytes` long, unless that frame lies inside a
+    group, and after a `seal`, `checkpoint` or `settings` entry that was not refused. Nothing else ends one;
+  - `create` is the first entry of a log, and `fork` the first of its segment (a `seal` comes before it): so
+    whether a segment is complete can be seen without what comes after it;
+  - what shapes a segment is in force from its first frame to its last, and is written in its header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lowwater.engine import format
+from lowwater.engine.entries import Control, Entry, decode_body
+from lowwater.engine.format import Compression, Flag, Kind, SegmentHeader
+from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
+
+SALT_BYTES = 16
+CLUSTER_ID_BYTES = 16
+
+
+class LogSettings(NamedTuple):
+    """Settings that shape shared bytes. They travel in the log; the defaults are the format's.
+
+    The last two belong to the engine's pages and never change after the first entry.
+    """
+
+    segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
+    block_bytes: int = format.BLOCK_BYTES_DEFAULT
+    compression: int = Compression.ZSTD
+    page_keys: int = 64
+    inline_bytes_max: int = 256
+
+
+_SETTING_RANGES = {
+    "segment_bytes": (format.SEGMENT_BYTES_MIN, format.SEGMENT_BYTES_MAX),
+    "block_bytes": (format.BLOCK_BYTES_MIN, format.BLOCK_BYTES_MAX),
+    "compression": (0, len(Compression) - 1),
+    "page_keys": (2, 65536),
+    "inline_bytes_max": (0, 65536),
+}
+_UNCHANGEABLE = ("page_keys", "inline_bytes_max")
+
+
+def update_settings(settings: LogSettings, changes: Mapping[str, Any]) -> LogSettings:
+    for name, value in changes.items():
+        if name not in _SETTING_RANGES:
+            raise NewerVersion(f"the log setting {name!r:.80} is not known to this version")
+        lowest, highest = _SETTING_RANGES[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+            raise InvalidEntry(
+                f"the log setting {name} is {value!r:.80}",
+                hint=f"give a whole number from {lowest:,} to {highest:,}",
+            )
+    return settings._replace(**changes)
+
+
+def create_entry(
+    cluster_id: bytes, salt: bytes, settings: Mapping[str, Any] | None = None, *, origin: int = 0
+) -> Control:
+    """The first entry of any log. What `settings` leaves out has the format's defaults, for ever."""
+    if len(cluster_id) != CLUSTER_ID_BYTES or len(salt) != SALT_BYTES:
+        raise InvalidEntry(
+            "a cluster id and a salt have 16 bytes each", hint="make them with secrets.token_bytes(16)"
+        )
+    update_settings(LogSettings(), settings or {})
+    body = {"cluster_id": cluster_id, "salt": salt, "settings": dict(settings or {})}
+    return Control(Kind.CREATE, body, origin)
+
+
+def settings_entry(changes: Mapping[str, Any], *, origin: int = 0) -> Control:
+    """Change settings from this entry's seq on: it ends its segment."""
+    for name in _UNCHANGEABLE:
+        if name in changes:
+            raise InvalidEntry(f"{name} is fixed by the first entry of a log", hint="make a new log for it")
+    update_settings(LogSettings(), changes)
+    return Control(Kind.SETTINGS, dict(changes), origin)
+
+
+def seal_entry(seq_first: int, *, origin: int = 0) -> Control:
+    """End the segment that began with `seq_first`."""
+    return Control(Kind.SEAL, {"seq_first": seq_first}, origin)
+
+
+class Chain(NamedTuple):
+    """Where a log stands: everything that its next frame, and its next segment's header, depend on."""
+
+    seq_last: int = 0
+    time_us: int = 0
+    cluster_id: bytes = bytes(CLUSTER_ID_BYTES)
+    epoch: int = 0
+    settings: LogSettings = LogSettings()
+    # Of the segment that is being written; 0 between two segments.
+    body_bytes: int = 0
+    seq_first: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self.seq_last == 0
+
+    def header(self, seq_first: int, seq_before: int, hash_before: bytes) -> SegmentHeader:
+        """The header of the segment that `enter` has just opened."""
+        return SegmentHeader(
+            seq_first=seq_first,
+            seq_before=seq_before,
+            hash_before=hash_before,
+            cluster_id=self.cluster_id,
+            epoch=self.epoch,
+            segment_bytes=self.settings.segment_bytes,
+            block_bytes=self.settings.block_bytes,
+            compression=self.settings.compression,
+            time_before_us=self.time_us,
+        )
+
+
+def before_segment(header: SegmentHeader) -> Chain:
+    """Where the log stood before a segment. The engine's own settings are not in a header."""
+    return Chain(
+        seq_last=header.seq_before,
+        time_us=header.time_before_us,
+        cluster_id=header.cluster_id,
+        epoch=header.epoch,
+        settings=LogSettings(
+            segment_bytes=header.segment_bytes,
+            block_bytes=header.block_bytes,
+            compression=header.compression,
+        ),
+    )
+
+
+def same_cut(chain: Chain, header: SegmentHeader) -> bool:
+    """Whether a segment was cut by the settings that were in force. `create` brings settings of its own."""
+    settings = chain.settings
+    return (header.segment_bytes, header.block_bytes, header.compression) == (
+        settings.segment_bytes,
+        settings.block_bytes,
+        settings.compression,
+    )
+
+
+def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
+    """The chain as a control frame finds it: `create` and `fork` name the owner of what follows.
+
+    `entry_of` is the decoded entry for those two kinds.
+    """
+    if kind == Kind.CREATE:
+        if not chain.is_empty:
+            raise InvalidEntry("a log has one `create` entry, its first", hint="open a new directory for a new log")
+        assert entry_of is not None
+        body = decode_body(entry_of)
+        cluster_id = body.get("cluster_id")
+        settings = body.get("settings", {})
+        if not isinstance(cluster_id, bytes) or len(cluster_id) != CLUSTER_ID_BYTES:
+            raise Corrupt("a `create` entry has no cluster id of 16 bytes", seq=entry_of.seq)
+        if not isinstance(settings, dict):
+            raise Corrupt("the settings of a `create` entry are not a map", seq=entry_of.seq)
+        return chain._replace(
+            cluster_id=cluster_id, epoch=1, settings=update_settings(LogSettings(), settings)
+        )
+    if chain.is_empty:
+        raise InvalidEntry(
+            "the first entry of a log must be `create`", hint="append create_entry(cluster_id, salt) first"
+        )
+    if kind == Kind.FORK and not flags & Flag.REFUSED:
+        if chain.body_bytes:
+            raise InvalidEntry("a `fork` must be the first entry of its segment", hint="append a `seal` before it")
+        assert entry_of is not None
+        body = decode_body(entry_of)
+        cluster_id, epoch = body.get("cluster_id"), body.get("epoch")
+        if not isinstance(cluster_id, bytes) or len(cluster_id) != CLUSTER_ID_BYTES:
+            raise Corrupt("a `fork` entry has no cluster id of 16 bytes", seq=entry_of.seq)
+        if not isinstance(epoch, int) or not 0 < epoch < 2**64:
+            raise Corrupt("a `fork` entry has no epoch", seq=entry_of.seq)
+        return chain._replace(cluster_id=cluster_id, epoch=epoch)
+    return chain
+
+
+# A tail of nothing but these is not sealed by age, or shipping would feed itself for ever.
+IDLE_KINDS = frozenset(
+    {Kind.NOOP, Kind.SEAL, Kind.SEGMENT_SHIPPED, Kind.CHECKPOINT, Kind.CHECKPOINT_SHIPPED}
+)
+# After these, another cluster id or epoch may stand in the header.
+CHANGES_OWNER = frozenset({Kind.CREATE, Kind.FORK})
+ENDS_SEGMENT = frozenset({Kind.SEAL, Kind.CHECKPOINT, Kind.SETTINGS})
+# From this kind on, entries may concern the log itself; below it they are data.
+FIRST_CONTROL_KIND = int(Kind.CREATE)
+
+
+def leave(chain: Chain, kind: int, flags: int, entry_of: Entry | None, *, in_group: bool) -> tuple[Chain, bool]:
+    """The chain after a frame was counted into it, and whether that frame ends its segment."""
+    if kind in ENDS_SEGMENT and not flags & Flag.REFUSED:
+        if kind == Kind.SETTINGS:
+            assert entry_of is not None
+            chain = chain._replace(settings=update_settings(chain.settings, decode_body(entry_of)))
+        return chain._replace(body_bytes=0, seq_first=0), True
+    if not in_group and chain.body_bytes >= chain.settings.segment_bytes:
+        return chain._replace(body_bytes=0, seq_first=0), True
+    return chain, False

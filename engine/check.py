@@ -1,0 +1,315 @@
+"""Integrity of a log directory: the one function that everybody calls to know whether a log is sound.
+
+Always true: checking changes nothing; it goes on after a finding as far as it can; memory does not depend on
+the size of the log. What is checked of a sealed segment is everything: header, trailer, footer, block hashes,
+every frame, the rule by which it was cut, and that its footer is the one that its frames give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from blake3 import blake3
+
+from lowwater.engine import format
+from lowwater.engine.chain import CHANGES_OWNER, Chain, same_cut
+from lowwater.engine.directory import (
+    CURRENT,
+    DirectoryNames,
+    Segment,
+    check_link,
+    read_hint,
+    read_names,
+    read_trailer,
+    segment_name,
+    typed_errors,
+)
+from lowwater.engine.footer import footer_steps, hash_blocks
+from lowwater.engine.format import HEADER_BYTES, SegmentHeader, SegmentTrailer
+from lowwater.engine.recover import chain_after, inspect_current
+from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
+from lowwater.engine.seams import File, Files
+from lowwater.errors import LowwaterError, NotFound
+
+Severity = Literal["error", "warning"]
+
+
+class Finding(NamedTuple):
+    """Something that is not as it should be. An error means that data cannot be trusted, or is gone."""
+
+    severity: Severity
+    what: str
+    where: str
+    seq: int | None = None
+    offset: int | None = None
+    hint: str = ""
+
+
+def _finding(error: LowwaterError, path: str) -> Finding:
+    return Finding("error", error.message, error.path or path, error.seq, error.offset, error.hint)
+
+
+class Progress(NamedTuple):
+    """Yielded among the findings of the `_steps` functions: so many bytes were checked."""
+
+    bytes_done: int
+
+
+Step = Finding | Progress
+
+
+def check_directory(files: Files, directory: str) -> Iterator[Finding]:
+    """Every finding about the log in a directory that nobody writes to."""
+    return (step for step in check_directory_steps(files, directory) if isinstance(step, Finding))
+
+
+def check_directory_steps(
+    files: Files,
+    directory: str,
+    *,
+    names: DirectoryNames | None = None,
+    current: tuple[File, int] | None = None,
+) -> Iterator[Step]:
+    """`check_directory` with progress. A log that is open gives the names, and the file of its current
+    segment with the place up to which it is durable."""
+    live = names is not None
+    try:
+        with typed_errors(directory, "check the log directory"):
+            names = names or read_names(files, directory)
+            hint = read_hint(files, directory)
+    except LowwaterError as error:
+        yield _finding(error, directory)
+        return
+    for name in names.strangers:
+        yield Finding("warning", "this file does not belong to a log", f"{directory}/{name}", hint="move it away")
+    before: Segment | None = None
+    chain: Chain | None = None
+    for seq_first, seq_last, sealed, name in names.numbered:
+        path = f"{directory}/{name}"
+        segment: Segment | None = None
+        try:
+            with typed_errors(path, "check the segment"):
+                if sealed:
+                    file = files.open(path)
+                else:
+                    file, sealed, path = _open_sealing(files, directory, seq_first, seq_last)
+                try:
+                    segment = yield from _check_complete(file, path, seq_first, seq_last, sealed=sealed)
+                finally:
+                    file.close()
+                if segment is not None:
+                    yield from _check_follows(segment, before, chain, path)
+                    chain = chain_after(files, segment)
+        except LowwaterError as error:
+            yield _finding(error, path)
+            chain = None
+        # After a segment that could not be read, the next one has nothing to be compared with.
+        before = segment
+
+    seq_last = before.seq_last if before is not None else 0
+    path = f"{directory}/{CURRENT}"
+    try:
+        with typed_errors(path, "check the segment that is being written"):
+            if current is not None:
+                file, end = current
+                scan = scan_frames(file, SegmentHeader.decode(file.read_at(0, HEADER_BYTES)), stop=end)
+                if scan.problem is not None or scan.end != end:
+                    what = scan.problem or "durable frames are missing"
+                    yield Finding("error", what, path, scan.chain.seq_last, scan.end)
+                seq_last = scan.chain.seq_last
+                yield Progress(end)
+            elif names.has_current and not live:
+                file = files.open(path)
+                try:
+                    found = inspect_current(file, path, before, hint, hint.durable_seq if hint else 0)
+                    size = file.size()
+                finally:
+                    file.close()
+                yield Progress(size)
+                if found is not None:
+                    seq_last = found.scan.chain.seq_last
+                    if chain is not None and not same_cut(chain, found.header) and found.scan.seq_first:
+                        yield Finding("error", "the segment is cut by other settings than the log's", path)
+                    if found.torn_bytes:
+                        yield Finding(
+                            "warning",
+                            "the last write was torn by a crash; nothing acknowledged is in it",
+                            path,
+                            seq_last,
+                            found.scan.end,
+                            "opening the log removes it",
+                        )
+    except LowwaterError as error:
+        yield _finding(error, path)
+        return
+    if hint is not None and not live and seq_last < hint.durable_seq:
+        yield Finding(
+            "error",
+            f"the log was durable up to seq {hint.durable_seq} and ends with seq {seq_last} now",
+            directory,
+            seq_last,
+            None,
+            "files of the log are missing or were replaced: restore them",
+        )
+
+
+def _open_sealing(files: Files, directory: str, seq_first: int, seq_last: int) -> tuple[File, bool, str]:
+    """A segment that waits for its footer; it may have got it since the directory was listed."""
+    path = f"{directory}/{segment_name(seq_first, seq_last, sealed=False)}"
+    try:
+        return files.open(path), False, path
+    except FileNotFoundError:
+        path = f"{directory}/{segment_name(seq_first, seq_last)}"
+        return files.open(path), True, path
+
+
+def _check_follows(segment: Segment, before: Segment | None, chain: Chain | None, path: str) -> Iterator[Step]:
+    try:
+        check_link(segment.header, before, path)
+    except LowwaterError as error:
+        yield _finding(error, path)
+        return
+    if chain is None:
+        return
+    header = segment.header
+    if not same_cut(chain, header):
+        yield Finding("error", "the segment is cut by other settings than the log's", path, header.seq_first, 0)
+    owner = (header.cluster_id, header.epoch)
+    if owner != (chain.cluster_id, chain.epoch) and segment.kind_first not in CHANGES_OWNER:
+        yield Finding("error", "the segment belongs to another cluster or epoch", path, header.seq_first, 0)
+
+
+def check_segment(files: Files, path: str) -> Iterator[Finding]:
+    """Every finding about one sealed segment, by itself."""
+    return (step for step in check_segment_steps(files, path) if isinstance(step, Finding))
+
+
+def check_segment_steps(files: Files, path: str) -> Iterator[Step]:
+    try:
+        with typed_errors(path, "check the segment"):
+            file = files.open(path)
+            try:
+                yield from _check_complete(file, path, None, None, sealed=True)
+            finally:
+                file.close()
+    except LowwaterError as error:
+        yield _finding(error, path)
+
+
+def _check_complete(
+    file: File, path: str, seq_first: int | None, seq_last: int | None, *, sealed: bool
+) -> Iterator[Step]:
+    """Check a complete segment; the generator's value is what is known of it, or None."""
+    size = file.size()
+    header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+    trailer: SegmentTrailer | None = None
+    stop = size
+    if sealed:
+        try:
+            trailer = read_trailer(file, size)
+            stop = trailer.body_bytes
+        except LowwaterError as error:
+            yield _finding(error, path)
+    if trailer is not None:
+        yield from _check_blocks(file, path, header, trailer)
+    scan = scan_frames(file, header, stop=stop)
+    yield Progress(size)
+    if scan.problem is not None and trailer is not None:
+        yield Finding("error", scan.problem, path, scan.chain.seq_last, scan.problem_offset, _RESTORE)
+        return None
+    if not scan.complete:
+        yield Finding(
+            "error",
+            f"the segment is not complete: its frames are good up to seq {scan.chain.seq_last}",
+            path,
+            scan.chain.seq_last,
+            scan.end,
+            _RESTORE,
+        )
+        return None
+    if trailer is not None and scan.end != trailer.body_bytes:
+        yield Finding("error", "the frames end before the footer says", path, scan.chain.seq_last, scan.end, _RESTORE)
+        return None
+    if scan.seq_first != header.seq_first:
+        yield Finding("error", f"the header names seq {header.seq_first} as the first", path, scan.seq_first, 0)
+    if seq_first is not None and (seq_first, seq_last) != (scan.seq_first, scan.chain.seq_last):
+        yield Finding("error", "the file's name does not tell the seqs that it holds", path, scan.seq_first)
+    segment = yield from _check_footer(file, path, header, trailer, scan)
+    return segment
+
+
+_RESTORE = "restore this segment, or run `lowwater log repair` into a copy"
+
+
+def _check_blocks(file: File, path: str, header: SegmentHeader, trailer: SegmentTrailer) -> Iterator[Step]:
+    sections = trailer.section_offsets()
+    footer_hash = blake3()
+    for offset in range(trailer.body_bytes, sections.end, READ_BYTES):
+        footer_hash.update(file.read_at(offset, min(READ_BYTES, sections.end - offset)))
+    if footer_hash.digest() != trailer.footer_hash:
+        yield Finding("error", "the footer's hash does not match", path, None, trailer.body_bytes, _RESTORE)
+        return
+    block_bytes = header.block_bytes
+    for block in range(trailer.block_count):
+        offset = block * block_bytes
+        data = file.read_at(offset, min(block_bytes, trailer.body_bytes - offset))
+        held = file.read_at(sections.block_hashes + 32 * block, 32)
+        if hash_blocks(data, block_bytes) != [held]:
+            yield Finding("error", "a block's hash does not match", path, None, offset, _RESTORE)
+
+
+def _check_footer(
+    file: File, path: str, header: SegmentHeader, trailer: SegmentTrailer | None, scan: Scan
+) -> Iterator[Step]:
+    """Whether the footer is the one that the frames give. The value is the segment."""
+    steps = footer_steps(file, scan.positions, scan.end, block_bytes=header.block_bytes)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            footer, expected = end.value
+            break
+    if trailer is not None and trailer != expected:
+        fields = [name for name in trailer._fields if getattr(trailer, name) != getattr(expected, name)]
+        yield Finding(
+            "error",
+            f"the trailer is not the one that the frames give: {', '.join(fields)}",
+            path,
+            None,
+            expected.file_bytes - format.TRAILER_BYTES,
+            "run `lowwater log repair` into a copy: the frames are good",
+        )
+    elif trailer is not None:
+        for offset in range(0, len(footer), READ_BYTES):
+            part = footer[offset : offset + READ_BYTES]
+            if file.read_at(scan.end + offset, len(part)) != part:
+                yield Finding(
+                    "error",
+                    "the footer is not the one that the frames give",
+                    path,
+                    None,
+                    scan.end + offset,
+                    "run `lowwater log repair` into a copy: the frames are good",
+                )
+                break
+    return Segment(
+        path=path,
+        header=header,
+        seq_first=scan.seq_first,
+        seq_last=scan.chain.seq_last,
+        body_bytes=scan.end,
+        time_last_us=scan.chain.time_us,
+        segment_hash=expected.segment_hash,
+        sealed=trailer is not None,
+        kind_first=file.read_at(scan.positions[0] + format.FRAME_BYTES, 1)[0],
+        positions=scan.positions,
+    )
+
+
+def require_log(files: Files, directory: str) -> None:
+    """Raises NotFound where there is no log to open."""
+    with typed_errors(directory, "open the log"):
+        names = read_names(files, directory)
+    if not names.numbered and not names.has_current:
+        raise NotFound("there is no log here", path=directory, hint="check the path, or open it with create=True")

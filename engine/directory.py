@@ -1,0 +1,271 @@
+"""The files of a log directory: their names, what is known of each segment, and the hint.
+
+    current.log                       the segment that is being written, preallocated with zeros
+    sealing-<first>-<last>.log        a complete segment, synced, whose footer is being built
+    segment-<first>-<last>.log        a sealed segment: immutable
+    spare.log                         zeros for the next current.log; worthless after a crash
+    hint                              a position that is known to be durable; may be old, may be missing
+    lock                              held by the process that writes here; holds its pid
+
+Always true: the list of segments is made from the names and the files themselves, and from nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from array import array
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from zlib import crc32
+
+import cbor2
+
+from lowwater.engine import format
+from lowwater.engine.footer import footer_steps
+from lowwater.engine.format import SegmentHeader, SegmentTrailer
+from lowwater.engine.seams import File, Files, SyncMode, write_all
+from lowwater.errors import (
+    Corrupt,
+    DirectoryNotWritable,
+    DiskFailed,
+    DiskFull,
+    LowwaterError,
+    NotFound,
+    NotLowwater,
+)
+
+CURRENT = "current.log"
+SPARE = "spare.log"
+HINT = "hint"
+HINT_TEMPORARY = "hint.tmp"
+LOCK = "lock"
+
+_NUMBERED = re.compile(r"(segment|sealing)-(\d{20})-(\d{20})\.log")
+
+
+def segment_name(seq_first: int, seq_last: int, *, sealed: bool = True) -> str:
+    return f"{'segment' if sealed else 'sealing'}-{seq_first:020}-{seq_last:020}.log"
+
+
+@dataclass(slots=True)
+class Segment:
+    """A complete segment: sealed, or waiting for its footer."""
+
+    path: str
+    header: SegmentHeader
+    seq_first: int
+    seq_last: int
+    body_bytes: int
+    time_last_us: int
+    segment_hash: bytes
+    sealed: bool
+    kind_first: int = 0
+    # Only until it is sealed; then they are in its footer.
+    positions: array[int] | None = None
+    block_hashes: Sequence[bytes] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryNames:
+    """What lies in a log directory, by name."""
+
+    numbered: list[tuple[int, int, bool, str]]
+    """(first seq, last seq, sealed, name), in order."""
+    has_current: bool
+    leftovers: list[str]
+    strangers: list[str]
+
+
+def read_names(files: Files, directory: str) -> DirectoryNames:
+    numbered = []
+    leftovers = []
+    strangers = []
+    has_current = False
+    for name in files.list(directory):
+        if match := _NUMBERED.fullmatch(name):
+            numbered.append((int(match[2]), int(match[3]), match[1] == "segment", name))
+        elif name == CURRENT:
+            has_current = True
+        elif name in (SPARE, HINT_TEMPORARY):
+            leftovers.append(name)
+        elif name not in (HINT, LOCK):
+            strangers.append(name)
+    return DirectoryNames(sorted(numbered), has_current, leftovers, strangers)
+
+
+@contextmanager
+def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
+    """What the operating system raises inside the block becomes one of our errors."""
+    try:
+        yield
+    except LowwaterError as error:
+        if error.path is None:
+            error.path = path
+        raise
+    except FileNotFoundError as error:
+        raise NotFound(f"cannot {doing}: there is nothing there", path=path) from error
+    except NotADirectoryError as error:
+        raise NotFound(f"cannot {doing}: this is not a directory", path=path) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"cannot {doing}: the disk is full", path=path) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DirectoryNotWritable(f"cannot {doing}: {reason.lower()}", path=path) from error
+        raise DiskFailed(f"cannot {doing}: {reason.lower()}", path=path) from error
+
+
+# ---------------------------------------------------------------------------- sealed segments
+
+
+def read_trailer(file: File, size: int) -> SegmentTrailer:
+    """Finds the footer from the end of a sealed segment."""
+    if size < format.HEADER_BYTES + format.TRAILER_BYTES:
+        raise NotLowwater("the file is empty" if not size else "the file is too short for a sealed segment")
+    try:
+        trailer = SegmentTrailer.decode(file.read_at(size - format.TRAILER_BYTES, format.TRAILER_BYTES))
+    except LowwaterError as error:
+        error.offset = size - format.TRAILER_BYTES
+        raise
+    if trailer.file_bytes != size:
+        raise Corrupt(f"the segment was {trailer.file_bytes:,} bytes long and is {size:,} now")
+    return trailer
+
+
+def read_sealed(files: Files, path: str) -> tuple[SegmentHeader, SegmentTrailer]:
+    """Header and trailer of a sealed segment, each checked, and against each other."""
+    with typed_errors(path, "read the segment"):
+        file = files.open(path)
+        try:
+            header = SegmentHeader.decode(file.read_at(0, format.HEADER_BYTES))
+            trailer = read_trailer(file, file.size())
+        finally:
+            file.close()
+        if header.seq_first != trailer.seq_first:
+            raise Corrupt("header and trailer of the segment name different first seqs")
+        return header, trailer
+
+
+def load_sealed(files: Files, directory: str, seq_first: int, seq_last: int, name: str) -> Segment:
+    path = f"{directory}/{name}"
+    header, trailer = read_sealed(files, path)
+    if (trailer.seq_first, trailer.seq_last) != (seq_first, seq_last):
+        raise Corrupt(
+            f"the segment holds the seqs {trailer.seq_first} to {trailer.seq_last}, its name says otherwise",
+            path=path,
+        )
+    return Segment(
+        path=path,
+        header=header,
+        seq_first=seq_first,
+        seq_last=seq_last,
+        body_bytes=trailer.body_bytes,
+        time_last_us=trailer.time_max_us,
+        segment_hash=trailer.segment_hash,
+        sealed=True,
+    )
+
+
+def check_link(header: SegmentHeader, before: Segment | None, path: str) -> None:
+    """Raises Corrupt where a segment does not follow the one before it."""
+    if before is None:
+        return
+    if header.seq_before != before.seq_last:
+        raise Corrupt(
+            f"the segment follows seq {header.seq_before}, but the one before it ends with {before.seq_last}",
+            path=path,
+            seq=header.seq_first,
+            hint="a segment is missing or does not belong here: restore it, or repair into a copy",
+        )
+    if header.hash_before != before.segment_hash:
+        raise Corrupt(
+            "the segment follows another history: its link to the segment before it does not match",
+            path=path,
+            seq=header.seq_first,
+        )
+    if header.time_before_us != before.time_last_us:
+        raise Corrupt("the segment names another time for the end of the one before it", path=path)
+
+
+def seal_steps(files: Files, directory: str, segment: Segment) -> Generator[None, None, None]:
+    """Give a complete segment its footer and its final name. Repeatable after a crash at any line."""
+    assert not segment.sealed
+    assert segment.positions is not None
+    file = files.open(segment.path, write=True)
+    try:
+        footer, trailer = yield from footer_steps(
+            file,
+            segment.positions,
+            segment.body_bytes,
+            block_bytes=segment.header.block_bytes,
+            block_hashes=segment.block_hashes,
+        )
+        assert trailer.segment_hash == segment.segment_hash
+        assert (trailer.seq_first, trailer.seq_last) == (segment.seq_first, segment.seq_last)
+        write_all(file, segment.body_bytes, [footer, trailer.encode()])
+        file.truncate(trailer.file_bytes)
+        yield
+        file.sync("fsync")
+    finally:
+        file.close()
+    files.rename(segment.path, f"{directory}/{segment_name(segment.seq_first, segment.seq_last)}")
+    files.sync_directory(directory)
+
+
+# ---------------------------------------------------------------------------- the hint
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A position that was durable when the hint was written. It can be old; it cannot be wrong."""
+
+    segment_seq_first: int
+    durable_bytes: int
+    durable_seq: int
+    sync_mode: SyncMode
+
+    def encode(self) -> bytes:
+        body: bytes = cbor2.dumps(
+            [self.segment_seq_first, self.durable_bytes, self.durable_seq, self.sync_mode], canonical=True
+        )
+        return _HINT_MAGIC + format.U32.pack(crc32(body)) + body
+
+
+_HINT_MAGIC = b"LWHINT\r\n"
+
+
+def write_hint(files: Files, directory: str, hint: Hint, *, durable: bool) -> None:
+    """Replace the hint. Its name becomes durable with the next sync of the directory, or with this one."""
+    temporary = f"{directory}/{HINT_TEMPORARY}"
+    if HINT_TEMPORARY in files.list(directory):
+        files.remove(temporary)
+    file = files.open(temporary, create=True)
+    try:
+        write_all(file, 0, [hint.encode()])
+        file.sync("fsync")
+    finally:
+        file.close()
+    files.rename(temporary, f"{directory}/{HINT}")
+    if durable:
+        files.sync_directory(directory)
+
+
+def read_hint(files: Files, directory: str) -> Hint | None:
+    """The hint, or None where there is none or it cannot be read: then recovery knows less, not other."""
+    try:
+        file = files.open(f"{directory}/{HINT}")
+    except FileNotFoundError:
+        return None
+    try:
+        data = file.read_at(0, 4096)
+    finally:
+        file.close()
+    start = len(_HINT_MAGIC) + format.U32.size
+    body = data[start:]
+    if data[: len(_HINT_MAGIC)] != _HINT_MAGIC or len(data) < start:
+        return None
+    if format.U32.unpack_from(data, len(_HINT_MAGIC))[0] != crc32(body):
+        return None
+    return Hint(*cbor2.loads(body))

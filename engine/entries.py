@@ -1,0 +1,237 @@
+"""Entries: what a program writes to the log and what it reads back.
+
+Always true: `decode_frames` returns entries only from whole frames whose bytes were verified, by it or by
+its caller; an entry is immutable and holds its own copy of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+import cbor2
+
+from lowwater.engine import format
+from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Flag, Kind, ValueRef
+from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
+
+_FRAME_FIXED_BYTES = format.FRAME_FIXED_BYTES
+_FIXED_BYTES = format.FIXED_BYTES
+_new = tuple.__new__
+
+
+class Entry(NamedTuple):
+    """One entry of the log. `extras` is None unless the frame has optional groups."""
+
+    seq: int
+    kind: str
+    bucket: str
+    key: str
+    value: bytes
+    metadata: dict[str, str] | None
+    time_us: int
+    origin: int
+    txn: int | None = None
+    extras: Extras | None = None
+
+    @property
+    def refused(self) -> int | None:
+        """Why this entry had no effect, or None when it had its effect."""
+        return None if self.extras is None else self.extras.refused
+
+
+def decode_frames(data: bytes, start: int, end: int, *, verify: bool) -> Iterator[Entry]:
+    """The entries of the whole frames in `data[start:end]`.
+
+    `verify` compares every frame's checksum; leave it out only for bytes that were verified otherwise.
+    """
+    unpack = format.FRAME_FIXED.unpack_from
+    names = format.KIND_NAMES
+    view = memoryview(data)
+    position = start
+    seq = None
+    try:
+        while position < end:
+            if end - position < _FRAME_FIXED_BYTES:
+                raise Corrupt("a frame is cut short")
+            (
+                seq, length, checksum, kind, flags, bucket_len, key_len, metadata_len, time_us, origin,
+            ) = unpack(data, position)  # fmt: skip
+            frame_end = position + 16 + length
+            bucket_start = position + _FRAME_FIXED_BYTES
+            if frame_end > end:
+                raise Corrupt("a frame is longer than what is left")
+            if verify and checksum != crc32(
+                view[position + 16 : frame_end], crc32(view[position : position + 12])
+            ):
+                raise Corrupt("a frame's checksum does not match")
+            extras = None
+            txn = None
+            name = names[kind]
+            if flags or name is None:
+                format.check_kind_and_flags(kind, flags)
+                extras, bucket_start = format.decode_extras(flags, data, bucket_start, frame_end)
+                txn = extras.txn
+            key_start = bucket_start + bucket_len
+            metadata_start = key_start + key_len
+            value_start = metadata_start + metadata_len
+            if value_start > frame_end:
+                raise Corrupt("the lengths inside a frame exceed it")
+            value = data[value_start:frame_end]
+            if flags & _VALUE_FLAGS:
+                extras, value = _decode_value_flags(flags, extras, value)
+            yield _new(
+                Entry,
+                (
+                    seq,
+                    name,
+                    data[bucket_start:key_start].decode(),
+                    data[key_start:metadata_start].decode(),
+                    value,
+                    format.decode_metadata(data[metadata_start:value_start]) if metadata_len else None,
+                    time_us,
+                    origin,
+                    txn,
+                    extras,
+                ),
+            )
+            position = frame_end
+    except UnicodeDecodeError as error:
+        raise Corrupt("a bucket or key is not UTF-8", seq=seq, offset=position) from error
+    except (Corrupt, NewerVersion) as error:
+        if error.offset is None:
+            error.seq, error.offset = seq, position
+        raise
+
+
+_VALUE_FLAGS = int(Flag.REFUSED | Flag.VALUE_REF)
+
+
+def _decode_value_flags(flags: int, extras: Extras | None, value: bytes) -> tuple[Extras, bytes]:
+    assert extras is not None
+    if flags & Flag.REFUSED:
+        if len(value) != format.U16.size:
+            raise Corrupt("a refused entry does not carry a code of two bytes")
+        return extras._replace(refused=format.U16.unpack(value)[0]), b""
+    if len(value) != format.VALUE_REF.size:
+        raise Corrupt("a reference to a value has the wrong size")
+    return extras._replace(value_ref=ValueRef(*format.VALUE_REF.unpack(value))), b""
+
+
+def decode_payload(seq: int, payload: bytes) -> Entry:
+    """One entry from its payload, as it stands in memory: nothing is verified."""
+    frame = format.FRAME.pack(seq, len(payload), 0) + payload
+    return next(decode_frames(frame, 0, len(frame), verify=False))
+
+
+# ---------------------------------------------------------------------------- what a program writes
+
+
+class Writable(Protocol):
+    """Anything that can be appended: it knows its payload, given the time at which it is ordered."""
+
+    def encode(self, time_us: int) -> bytes: ...
+
+
+def encode_put(
+    bucket: str,
+    key: str,
+    value: bytes,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    time_us: int,
+    origin: int = 0,
+) -> bytes:
+    """The payload of a put."""
+    bucket_bytes = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+    key_bytes = format.encode_name(key, "key", KEY_BYTES_MAX)
+    if type(value) is not bytes:
+        value = _as_bytes(value)
+    metadata_bytes = format.encode_metadata(dict(metadata)) if metadata else b""
+    return format.encode_payload(
+        Kind.PUT, bucket_bytes, key_bytes, metadata_bytes, value, time_us=time_us, origin=origin
+    )
+
+
+def _as_bytes(value: Any) -> bytes:
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    if isinstance(value, bytes):
+        return value
+    raise InvalidEntry(
+        f"a value is bytes, not {type(value).__name__}", hint="encode it first, for example text.encode()"
+    )
+
+
+class Put(NamedTuple):
+    """Store `value` under `key`."""
+
+    bucket: str
+    key: str
+    value: bytes
+    metadata: Mapping[str, str] | None = None
+    origin: int = 0
+
+    def encode(self, time_us: int) -> bytes:
+        return encode_put(
+            self.bucket, self.key, self.value, metadata=self.metadata, time_us=time_us, origin=self.origin
+        )
+
+
+class Delete(NamedTuple):
+    """Remove `key`."""
+
+    bucket: str
+    key: str
+    origin: int = 0
+
+    def encode(self, time_us: int) -> bytes:
+        bucket = format.encode_name(self.bucket, "bucket", BUCKET_BYTES_MAX)
+        key = format.encode_name(self.key, "key", KEY_BYTES_MAX)
+        return format.encode_payload(Kind.DELETE, bucket, key, b"", b"", time_us=time_us, origin=self.origin)
+
+
+class CreateBucket(NamedTuple):
+    bucket: str
+    origin: int = 0
+
+    def encode(self, time_us: int) -> bytes:
+        return _encode_bucket_entry(Kind.CREATE_BUCKET, self.bucket, time_us, self.origin)
+
+
+class DeleteBucket(NamedTuple):
+    bucket: str
+    origin: int = 0
+
+    def encode(self, time_us: int) -> bytes:
+        return _encode_bucket_entry(Kind.DELETE_BUCKET, self.bucket, time_us, self.origin)
+
+
+def _encode_bucket_entry(kind: Kind, bucket: str, time_us: int, origin: int) -> bytes:
+    name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+    return format.encode_payload(kind, name, b"", b"", b"", time_us=time_us, origin=origin)
+
+
+class Control(NamedTuple):
+    """A control entry: its body is canonical CBOR, or nothing."""
+
+    kind: Kind
+    body: Mapping[str, Any] | None = None
+    origin: int = 0
+
+    def encode(self, time_us: int) -> bytes:
+        value = b"" if self.body is None else cbor2.dumps(dict(self.body), canonical=True)
+        return format.encode_payload(self.kind, b"", b"", b"", value, time_us=time_us, origin=self.origin)
+
+
+def decode_body(entry: Entry) -> dict[str, Any]:
+    """The body of a control entry."""
+    try:
+        body = cbor2.loads(entry.value) if entry.value else {}
+    except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
+        raise Corrupt(f"the body of a {entry.kind} entry is not CBOR", seq=entry.seq) from error
+    if not isinstance(body, dict):
+        raise Corrupt(f"the body of a {entry.kind} entry is not a map", seq=entry.seq)
+    return body
+

@@ -1,0 +1,362 @@
+"""The log: append, read, follow, seal, check. What the engine, and anybody else, uses of this folder.
+
+Always true: a `Log` is the only writer of its directory; `append` returns when its entries are durable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from lowwater.engine import format
+from lowwater.engine.chain import Chain, create_entry, seal_entry
+from lowwater.engine.check import Finding, check_directory_steps, require_log
+from lowwater.engine.directory import read_names
+from lowwater.engine.entries import Entry, Writable
+from lowwater.engine.format import Flag, Kind
+from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.reader import ColdSource, entries_of, read_chunks, seq_before_time
+from lowwater.engine.real import RealClock, RealFiles, RealRandomness, ThreadRunner
+from lowwater.engine.ring import Chunk
+from lowwater.engine.seams import Clock, Files, Randomness, Runner
+from lowwater.engine.wal import Build, Wal, WalOptions
+from lowwater.errors import InputError, LogDivergence, NotFound, OutOfOrderSeq, ReopenError, RepeatedSeq
+
+Ack = Literal["durable", "memory"]
+Start = Literal["earliest", "latest"] | int | datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogOptions(WalOptions):
+    """How this process writes, and how a log that it creates is cut.
+
+    The settings of an existing log are in its entries; these are used for a new one only.
+    """
+
+    segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
+    block_bytes: int = format.BLOCK_BYTES_DEFAULT
+    compression: Literal["none", "zstd"] = "zstd"
+    # Seal what is older than this, so that it can be shipped; None leaves it to the size.
+    segment_age_max_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Where the log gets files, time, randomness and threads from."""
+
+    files: Files = field(default_factory=RealFiles)
+    clock: Clock = field(default_factory=RealClock)
+    randomness: Randomness = field(default_factory=RealRandomness)
+    runner: Runner = field(default_factory=ThreadRunner)
+    owner: str = ""
+
+
+class Log:
+    """An append-only, checksummed, segmented log in one directory."""
+
+    def __init__(self, wal: Wal, seams: Seams, options: LogOptions) -> None:
+        """Use `Log.open`."""
+        self._wal = wal
+        self._seams = seams
+        self._options = options
+        self._cold: ColdSource | None = None
+        self._age_task = None
+        if options.segment_age_max_s is not None:
+            self._age_task = seams.runner.start("log-age", self._age_step)
+            self._age_task.wake()
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | os.PathLike[str] | None,
+        *,
+        options: LogOptions | None = None,
+        seams: Seams | None = None,
+        create: bool | Writable = True,
+        durable_seq: int = 0,
+    ) -> Log:
+        """Open the log in `directory`, or make one there; None keeps it in memory.
+
+        `create` is False to refuse an empty directory, or the `create` entry of the new log (with its
+        cluster id); otherwise a new log gets an id of its own.
+        """
+        options = options or LogOptions()
+        if seams is None:
+            files: Files = MemoryFiles() if directory is None else RealFiles()
+            seams = Seams(files=files, owner=f"process {os.getpid()}")
+        path = "memory" if directory is None else os.fspath(directory)
+        if not isinstance(path, str) or not path:
+            raise InputError(f"{directory!r} is no directory", hint="give the path of a directory as text")
+        if create is False:
+            require_log(seams.files, path)
+        wal = Wal(
+            seams.files,
+            path,
+            clock=seams.clock,
+            runner=seams.runner,
+            owner=seams.owner,
+            options=options,
+            durable_seq=durable_seq,
+        )
+        log = cls(wal, seams, options)
+        if wal.chain.is_empty and create is not False:
+            try:
+                log.append(create if not isinstance(create, bool) else log._new_create_entry())
+            except BaseException:
+                log.close()
+                raise
+        return log
+
+    def _new_create_entry(self) -> Writable:
+        defaults: dict[str, Any] = {
+            "segment_bytes": (self._options.segment_bytes, format.SEGMENT_BYTES_DEFAULT),
+            "block_bytes": (self._options.block_bytes, format.BLOCK_BYTES_DEFAULT),
+            "compression": (
+                format.Compression[self._options.compression.upper()].value,
+                format.Compression.ZSTD.value,
+            ),
+        }
+        settings = {name: value for name, (value, default) in defaults.items() if value != default}
+        token = self._seams.randomness.token
+        return create_entry(token(16), token(16), settings)
+
+    # ------------------------------------------------------------------ where it stands
+
+    @property
+    def directory(self) -> str:
+        return self._wal.directory
+
+    @property
+    def seq_first(self) -> int:
+        """The lowest seq that is here; 0 for an empty log."""
+        with self._wal.lock:
+            return self._wal.store.seq_first
+
+    @property
+    def seq_last(self) -> int:
+        """The last seq that was ordered; it may not be durable yet."""
+        return self._wal.chain.seq_last
+
+    @property
+    def seq_durable(self) -> int:
+        return self._wal.durable_seq
+
+    @property
+    def chain(self) -> Chain:
+        """Where the log stands: cluster id, epoch and settings among it."""
+        return self._wal.chain
+
+    @property
+    def torn_bytes(self) -> int:
+        """What opening removed of a batch that a crash had torn. None of it was ever acknowledged."""
+        return self._wal.torn_bytes
+
+    @property
+    def wal(self) -> Wal:
+        return self._wal
+
+    # ------------------------------------------------------------------ appending
+
+    def append(
+        self, *entries: Writable, ack: Ack = "durable", timeout_s: float | None = None
+    ) -> int:
+        """Append entries, and return the seq of the last once all are durable (or, with `ack="memory"`,
+        at once). They get the next seqs, and the time at which they were ordered."""
+        build = self._build(entries)
+        if ack == "memory":
+            return self._wal.enqueue(build, timeout_s=timeout_s)
+        return self._wal.append(build, timeout_s=timeout_s)
+
+    def append_group(self, *entries: Writable, timeout_s: float | None = None) -> int:
+        """Append entries as an atomic group: after a crash all of them are there, or none."""
+
+        def build(chain: Chain) -> tuple[None, list[bytes]]:
+            time_us = max(self._seams.clock.now_us(), chain.time_us)
+            group_seq_last = chain.seq_last + len(entries)
+            return None, [_in_group(entry.encode(time_us), group_seq_last) for entry in entries]
+
+        return self._wal.append(build, timeout_s=timeout_s)
+
+    def submit(self, *entries: Writable, timeout_s: float | None = None) -> Future[int]:
+        """`append` that returns a future of the last seq. Blocks only while the queue is full."""
+        return self._wal.submit(self._build(entries), timeout_s=timeout_s)
+
+    async def append_async(self, *entries: Writable) -> int:
+        """`append` for coroutines. An append that was cancelled may still be written."""
+        return await self._wal.append_async(self._build(entries))
+
+    def _build(self, entries: Sequence[Writable]) -> Build:
+        def build(chain: Chain) -> tuple[None, list[bytes]]:
+            time_us = max(self._seams.clock.now_us(), chain.time_us)
+            return None, [entry.encode(time_us) for entry in entries]
+
+        return build
+
+    def append_payloads(
+        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> int:
+        """`append` for entries that are encoded already, with the seqs that somebody else has given them."""
+        try:
+            return self._wal.append(lambda _: (seqs, payloads), timeout_s=timeout_s)
+        except OutOfOrderSeq as error:
+            self._explain(error, seqs, payloads)
+            raise
+
+    def submit_payloads(
+        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> Future[int]:
+        try:
+            return self._wal.submit(lambda _: (seqs, payloads), timeout_s=timeout_s)
+        except OutOfOrderSeq as error:
+            self._explain(error, seqs, payloads)
+            raise
+
+    async def append_payloads_async(
+        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None
+    ) -> int:
+        try:
+            return await self._wal.append_async(lambda _: (seqs, payloads))
+        except OutOfOrderSeq as error:
+            self._explain(error, seqs, payloads)
+            raise
+
+    def _explain(self, error: OutOfOrderSeq, seqs: Sequence[int] | None, payloads: Sequence[bytes]) -> None:
+        """Say what the log has at a seq that is not above the last: the same entry, another, or none."""
+        seq = error.seq
+        if seqs is None or seq is None or seq > self.seq_last:
+            return
+        payload = payloads[list(seqs).index(seq)]
+        self.sync()
+        held = self.payload_at(seq)
+        if held is None:
+            return
+        if held == payload:
+            raise RepeatedSeq(f"seq {seq} is in the log already", seq=seq, path=self.directory) from error
+        raise LogDivergence(
+            f"seq {seq} is in the log with other content", seq=seq, path=self.directory
+        ) from error
+
+    def seal(self) -> int:
+        """End the current segment, and return the last seq. An empty segment cannot end."""
+        def build(chain: Chain) -> tuple[None, list[bytes]]:
+            if not chain.body_bytes:
+                raise NotFound("there is no segment to seal", hint="append something first")
+            return None, [seal_entry(chain.seq_first).encode(max(self._seams.clock.now_us(), chain.time_us))]
+
+        return self._wal.append(build)
+
+    def sync(self) -> int:
+        """Return once everything that was appended is durable: the last durable seq."""
+        return self._wal.sync()
+
+    def _age_step(self) -> float | None:
+        """Seal the current segment when its first frame is too old."""
+        age_max_s = self._options.segment_age_max_s
+        assert age_max_s is not None
+        opened_us = self._wal.store.opened_us
+        if opened_us is None:
+            return age_max_s
+        wait_s = age_max_s - (self._seams.clock.now_us() - opened_us) / 1e6
+        if wait_s > 0:
+            return min(wait_s, age_max_s)
+        try:
+            self.seal()
+        except (NotFound, ReopenError):
+            pass  # somebody else sealed it, or the log takes no more writes
+        return age_max_s
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Entry]:
+        """The durable entries from `start` on: a seq, "earliest", "latest", or a time.
+
+        Without `follow` it ends with what is durable now; with it, it waits for more until the log closes.
+        """
+        seq = self._seq_before(start)
+        seq_stop = None if follow else self._wal.durable_seq
+        return entries_of(read_chunks(self._wal, seq, seq_stop=seq_stop, cold=self._cold), seq, seq_stop)
+
+    def read_chunks(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Chunk]:
+        """`read` for whoever decodes frames for itself: the first chunk may begin before `start`."""
+        seq = self._seq_before(start)
+        seq_stop = None if follow else self._wal.durable_seq
+        return read_chunks(self._wal, seq, seq_stop=seq_stop, cold=self._cold)
+
+    def set_cold_source(self, cold: ColdSource | None) -> None:
+        """Where entries come from that the directory holds no longer."""
+        self._cold = cold
+
+    def _seq_before(self, start: Start) -> int:
+        if start == "earliest":
+            if self._cold is not None:
+                return 0
+            with self._wal.lock:
+                return self._wal.store.seq_before_first
+        if start == "latest":
+            return self._wal.durable_seq
+        if isinstance(start, datetime):
+            if start.tzinfo is None:
+                raise InputError(
+                    "this time has no time zone", hint="use datetime.now(timezone.utc) or .replace(tzinfo=...)"
+                )
+            return seq_before_time(self._wal, max(0, int(start.timestamp() * 1_000_000)), self._cold)
+        if isinstance(start, int) and not isinstance(start, bool) and 0 <= start <= format.SEQ_MAX:
+            return max(start - 1, 0)
+        raise InputError(f"cannot start at {start!r:.80}", hint='give "earliest", "latest", a seq, or a datetime')
+
+    def payload_at(self, seq: int) -> bytes | None:
+        """The payload of the frame with this seq; None where it is a hole, or no longer here."""
+        try:
+            for chunk in read_chunks(self._wal, seq - 1, seq_stop=min(seq, self._wal.durable_seq), cold=self._cold):
+                at = chunk.start
+                while at < chunk.end:
+                    found, length, _ = format.FRAME.unpack_from(chunk.data, at)
+                    if found == seq:
+                        return chunk.data[at + format.FRAME_BYTES : at + format.FRAME_BYTES + length]
+                    if found > seq:
+                        return None
+                    at += format.FRAME_BYTES + length
+        except NotFound:
+            pass
+        return None
+
+    # ------------------------------------------------------------------ the rest
+
+    def check(self) -> Iterator[Finding]:
+        """Verify everything that is durable here, byte for byte. An empty answer means that it is sound."""
+        self.sync()
+        files = self._seams.files
+        with self._wal.lock:
+            names = read_names(files, self.directory)
+            view = self._wal.store.open_current(files)
+        try:
+            for step in check_directory_steps(files, self.directory, names=names, current=view):
+                if isinstance(step, Finding):
+                    yield step
+        finally:
+            if view is not None:
+                view[0].close()
+
+    def close(self) -> None:
+        if self._age_task is not None:
+            self._age_task.stop()
+        self._wal.close()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _in_group(payload: bytes, group_seq_last: int) -> bytes:
+    """The payload with the group's last seq. Only for plain entries, which have no groups of their own."""
+    kind, flags, *lengths, time_us, origin = format.FIXED.unpack_from(payload)
+    if flags or kind >= Kind.CREATE:
+        raise InputError("a group takes plain data entries only", hint="append this entry on its own")
+    fixed = format.FIXED.pack(kind, Flag.GROUP, *lengths, time_us, origin)
+    return fixed + format.U64.pack(group_seq_last) + payload[format.FIXED_BYTES :]

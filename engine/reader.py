@@ -1,0 +1,280 @@
+"""Reading the log: one ordered stream over a colder source, sealed segments, the active file and the live tail.
+
+Always true:
+  - a reader gets every frame above its position exactly once, in order, or an error that names the gap;
+  - it never sees a frame that is not durable;
+  - its memory is one chunk, whatever it reads and however slow it is; it never holds up a writer;
+  - bytes from a sealed segment were verified by their block's hash, all others by each frame's checksum.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Protocol
+
+from blake3 import blake3
+
+from lowwater.engine import format
+from lowwater.engine.directory import Segment, read_trailer, typed_errors
+from lowwater.engine.entries import Entry, decode_frames
+from lowwater.engine.footer import segment_hash
+from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, SegmentHeader, SegmentTrailer
+from lowwater.engine.ring import Chunk
+from lowwater.engine.seams import File
+from lowwater.engine.store import CurrentSegment
+from lowwater.engine.wal import Wal, again
+from lowwater.errors import Corrupt, NotFound
+
+CHUNK_BYTES = 2**20
+
+
+class ColdSource(Protocol):
+    """Where entries are that the directory holds no longer. Tiering brings one."""
+
+    def chunks_after(self, seq: int, seq_stop: int) -> Iterator[Chunk]:
+        """Chunks that follow one another from the first frame above `seq` to the last below `seq_stop`."""
+        ...
+
+    def seq_before_time(self, time_us: int) -> int | None:
+        """The last seq before `time_us`, or None where the source begins later."""
+        ...
+
+
+class SealedReader:
+    """One sealed segment, read by blocks that are verified against its footer."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        size = file.size()
+        self.header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+        self.trailer: SegmentTrailer = read_trailer(file, size)
+        footer_start = self.trailer.body_bytes
+        sections = self.trailer.section_offsets()
+        footer = file.read_at(footer_start, sections.end - footer_start)
+        if blake3(footer).digest() != self.trailer.footer_hash:
+            raise Corrupt("the footer's hash does not match", offset=footer_start)
+        at = sections.positions - footer_start
+        self.positions = array("I")
+        self.positions.frombytes(footer[at : at + 4 * self.trailer.frame_count])
+        at = sections.block_hashes - footer_start
+        self.block_hashes = [
+            footer[at + 32 * block : at + 32 * (block + 1)] for block in range(self.trailer.block_count)
+        ]
+        self._check_against_each_other()
+
+    def _check_against_each_other(self) -> None:
+        trailer = self.trailer
+        if segment_hash(self.block_hashes) != trailer.segment_hash:
+            raise Corrupt("the block hashes do not add up to the segment's hash", offset=trailer.body_bytes)
+        if -(-trailer.body_bytes // self.header.block_bytes) != trailer.block_count:
+            raise Corrupt("the number of block hashes does not fit the segment's size", offset=trailer.body_bytes)
+        if self.positions[0] != HEADER_BYTES or self.positions[-1] >= trailer.body_bytes:
+            raise Corrupt("the positions in the footer do not fit the segment", offset=trailer.body_bytes)
+
+    def read_verified(self, start: int, end: int) -> tuple[int, bytes]:
+        """The whole blocks that cover `start` to `end`: (offset of the first, bytes)."""
+        block_bytes = self.header.block_bytes
+        first = start // block_bytes
+        last = min(-(-end // block_bytes), len(self.block_hashes))
+        offset = first * block_bytes
+        data = self._file.read_at(offset, min(last * block_bytes, self.trailer.body_bytes) - offset)
+        view = memoryview(data)
+        for block in range(first, last):
+            at = block * block_bytes - offset
+            if blake3(view[at : at + block_bytes]).digest() != self.block_hashes[block]:
+                raise Corrupt("a block's hash does not match", offset=offset + at)
+        return offset, data
+
+    def chunks_after(self, seq: int) -> Iterator[Chunk]:
+        positions, body_bytes = self.positions, self.trailer.body_bytes
+        frame = first_frame_after(self._file, positions, len(positions), seq)
+        seq_before = self.header.seq_before if frame == 0 else _seq_at(self._file, positions[frame - 1])
+        while frame < len(positions):
+            start = positions[frame]
+            stop = max(bisect_right(positions, start + CHUNK_BYTES) - 1, frame + 1)
+            end = positions[stop] if stop < len(positions) else body_bytes
+            offset, data = self.read_verified(start, end)
+            seq_last = int.from_bytes(data[positions[stop - 1] - offset :][:8], "little")
+            yield Chunk(seq_before, seq_last, data, start - offset, end - offset, verified=True)
+            seq_before, frame = seq_last, stop
+
+
+def _seq_at(file: File, position: int) -> int:
+    return int.from_bytes(file.read_at(position, 8), "little")
+
+
+def _time_at(file: File, position: int) -> int:
+    start = position + FRAME_BYTES + format.TIME_SLICE.start
+    return int.from_bytes(file.read_at(start, 8), "little")
+
+
+def first_frame_after(file: File, positions: array[int], frame_count: int, seq: int) -> int:
+    """The number of the first frame above `seq`; `frame_count` where there is none."""
+    low, high = 0, frame_count
+    while low < high:
+        middle = (low + high) // 2
+        if _seq_at(file, positions[middle]) <= seq:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def first_frame_from_time(file: File, positions: array[int], frame_count: int, time_us: int) -> int:
+    """The number of the first frame at or after `time_us`: times never fall."""
+    low, high = 0, frame_count
+    while low < high:
+        middle = (low + high) // 2
+        if _time_at(file, positions[middle]) < time_us:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _unsealed_chunks(
+    file: File, seq_before: int, positions: array[int], frame_count: int, end: int, seq: int
+) -> Iterator[Chunk]:
+    """Chunks of a segment without a footer, up to `end`, the place up to which it is durable."""
+    frame = first_frame_after(file, positions, frame_count, seq)
+    if frame:
+        seq_before = _seq_at(file, positions[frame - 1])
+    while frame < frame_count:
+        start = positions[frame]
+        stop = min(max(bisect_right(positions, start + CHUNK_BYTES) - 1, frame + 1), frame_count)
+        chunk_end = positions[stop] if stop < frame_count else end
+        data = file.read_at(start, chunk_end - start)
+        if len(data) != chunk_end - start:
+            raise Corrupt("the segment is shorter than it was", offset=start + len(data))
+        seq_last = _seq_at(file, positions[stop - 1])
+        yield Chunk(seq_before, seq_last, data, 0, len(data), verified=False)
+        seq_before, frame = seq_last, stop
+
+
+def read_chunks(
+    wal: Wal, seq: int, *, seq_stop: int | None, cold: ColdSource | None = None
+) -> Generator[Chunk, None, None]:
+    """What lies above `seq`, up to `seq_stop`; where that is None it goes on, waiting for what comes, until
+    the log is closed. Chunks follow one another; the first may begin, and the last end, beyond what was asked."""
+    while seq_stop is None or seq < seq_stop:
+        with wal.lock:
+            chunk = wal.ring.after(seq)
+            view = None if chunk is not None else _view_after(wal, seq)
+            if chunk is None and view is None:
+                if seq_stop is not None or wal.closing:
+                    return
+                if wal.failure is not None:
+                    raise again(wal.failure)
+                wal.durable_changed.wait()
+                continue
+        if chunk is not None:
+            yield chunk
+            seq = chunk.seq_last
+            continue
+        assert view is not None
+        with closing(view):
+            if view.header.seq_before > seq:
+                yield from _cold_chunks(cold, seq, view.header)
+                seq = view.header.seq_before
+            with typed_errors(view.path, "read the log"):
+                for chunk in view.chunks_after(seq):
+                    assert chunk.seq_before <= seq < chunk.seq_last, "chunks do not follow one another"
+                    yield chunk
+                    seq = chunk.seq_last
+                    if seq_stop is not None and seq >= seq_stop:
+                        return
+
+
+def _cold_chunks(cold: ColdSource | None, seq: int, header: SegmentHeader) -> Iterator[Chunk]:
+    seq_stop = header.seq_before
+    if cold is not None:
+        for chunk in cold.chunks_after(seq, seq_stop + 1):
+            if not chunk.seq_before <= seq < chunk.seq_last <= seq_stop:
+                raise Corrupt(f"the archive has no entries that follow seq {seq}", seq=chunk.seq_last)
+            yield chunk
+            seq = chunk.seq_last
+    if seq != seq_stop:
+        raise NotFound(
+            f"the entries from {seq + 1} to {seq_stop} are not here",
+            seq=seq + 1,
+            hint=f"the oldest entry of this log is {header.seq_first}: start there, or at 'earliest'",
+        )
+
+
+class _View:
+    """A segment as it stood when a reader came to it, with a file of its own."""
+
+    def __init__(self, file: File, path: str, segment: Segment | CurrentSegment) -> None:
+        self.file = file
+        self.path = path
+        self.header = segment.header
+        self._sealed = isinstance(segment, Segment) and segment.sealed
+        if isinstance(segment, CurrentSegment):
+            self._end, self._frame_count = segment.durable_bytes, segment.durable_frames
+            self._positions: array[int] | None = segment.positions
+        else:
+            self._end, self._positions = segment.body_bytes, segment.positions
+            self._frame_count = len(segment.positions) if segment.positions is not None else 0
+
+    def chunks_after(self, seq: int) -> Iterator[Chunk]:
+        if self._sealed:
+            return SealedReader(self.file).chunks_after(seq)
+        assert self._positions is not None
+        return _unsealed_chunks(
+            self.file, self.header.seq_before, self._positions, self._frame_count, self._end, seq
+        )
+
+    def seq_before_time(self, time_us: int) -> int:
+        positions, frame_count = self._positions, self._frame_count
+        if self._sealed:
+            reader = SealedReader(self.file)
+            positions, frame_count = reader.positions, len(reader.positions)
+        assert positions is not None
+        frame = first_frame_from_time(self.file, positions, frame_count, time_us)
+        return _seq_at(self.file, positions[frame - 1]) if frame else self.header.seq_before
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _view_after(wal: Wal, seq: int) -> _View | None:
+    """With the lock held, so that the segment is not renamed before it is open."""
+    segment = wal.store.segment_after(seq)
+    if segment is None or (isinstance(segment, CurrentSegment) and segment.durable_seq_last <= seq):
+        return None
+    path = wal.store.path_of(segment)
+    with typed_errors(path, "read the log"):
+        return _View(wal.files.open(path), path, segment)
+
+
+def seq_before_time(wal: Wal, time_us: int, cold: ColdSource | None) -> int:
+    """The seq above which everything is at or after `time_us`."""
+    with wal.lock:
+        segment = wal.store.segment_from_time(time_us)
+        if segment is None:
+            return wal.durable_seq
+        path = wal.store.path_of(segment)
+        with typed_errors(path, "read the log"):
+            view = _View(wal.files.open(path), path, segment)
+    with closing(view), typed_errors(path, "read the log"):
+        seq = view.seq_before_time(time_us)
+    if seq == view.header.seq_before and time_us <= view.header.time_before_us and cold is not None:
+        # The frames before this segment may be late enough too.
+        earlier = cold.seq_before_time(time_us)
+        return seq if earlier is None else earlier
+    return seq
+
+
+def entries_of(chunks: Iterator[Chunk], seq: int, seq_stop: int | None) -> Iterator[Entry]:
+    """The entries of chunks, above `seq` and up to `seq_stop`."""
+    for chunk in chunks:
+        entries = decode_frames(chunk.data, chunk.start, chunk.end, verify=not chunk.verified)
+        if chunk.seq_before >= seq and (seq_stop is None or chunk.seq_last <= seq_stop):
+            yield from entries
+        else:
+            for entry in entries:
+                if entry.seq > seq and (seq_stop is None or entry.seq <= seq_stop):
+                    yield entry

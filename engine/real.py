@@ -1,0 +1,166 @@
+"""The real clock, randomness, threads and files. This module alone touches them.
+
+Always true: a directory that `make_directory` made is durable; a lock ends with its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+from lowwater.engine.seams import Step, SyncMode
+
+# Linux takes at most this many buffers in one call (IOV_MAX).
+BUFFERS_PER_CALL = 1024
+
+
+class RealClock:
+    def now_us(self) -> int:
+        return time.time_ns() // 1000
+
+    def monotonic(self) -> float:
+        return time.perf_counter()
+
+
+class RealRandomness:
+    def token(self, size: int) -> bytes:
+        return secrets.token_bytes(size)
+
+
+class ThreadTask:
+    """One thread that calls one step. An exception ends the thread; `error` keeps it."""
+
+    def __init__(self, name: str, step: Step) -> None:
+        self._step = step
+        self._wake = threading.Event()
+        self._stopping = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"lowwater-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                delay = self._step()
+                if delay == 0:
+                    time.sleep(0)  # let a thread run that waits for the interpreter
+                else:
+                    self._wake.wait(delay)
+                    self._wake.clear()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class ThreadRunner:
+    """A thread for each step."""
+
+    def start(self, name: str, step: Step) -> ThreadTask:
+        return ThreadTask(name, step)
+
+
+class RealFile:
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        data = os.pread(self._fd, size, offset)
+        if len(data) == size or not data:
+            return data
+        parts = [data]
+        got = len(data)
+        while got < size and (data := os.pread(self._fd, size - got, offset + got)):
+            parts.append(data)
+            got += len(data)
+        return b"".join(parts)
+
+    def write_at(self, offset: int, buffers: Sequence[bytes]) -> int:
+        if len(buffers) == 1:
+            return os.pwrite(self._fd, buffers[0], offset)
+        return os.pwritev(self._fd, buffers[:BUFFERS_PER_CALL], offset)
+
+    def sync(self, mode: SyncMode) -> None:
+        if self._fd < 0:
+            # The calls below would raise ValueError for this number, as none of the others does.
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        if mode == "fdatasync":
+            os.fdatasync(self._fd)
+        elif mode == "fsync":
+            os.fsync(self._fd)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._fd, size)
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        # The number is forgotten first: once it is closed, another thread's file may get it.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class RealFiles:
+    def open(self, path: str, *, write: bool = False, create: bool = False) -> RealFile:
+        flags = os.O_CLOEXEC | (os.O_RDWR if write or create else os.O_RDONLY)
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        return RealFile(os.open(path, flags, 0o644))
+
+    def list(self, directory: str) -> list[str]:
+        return sorted(os.listdir(directory))
+
+    def make_directory(self, directory: str) -> None:
+        if os.path.isdir(directory):
+            return
+        parent = os.path.dirname(os.path.abspath(directory))
+        self.make_directory(parent)
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise
+        self.sync_directory(parent)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_directory(self, directory: str) -> None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def lock(self, path: str, owner: str) -> RealFile:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(), 0)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise BlockingIOError(error.errno, "locked by another process", path) from error
+            raise
+        return RealFile(fd)

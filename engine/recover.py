@@ -1,0 +1,266 @@
+"""Opening a log directory after anything may have happened to the process or the machine.
+
+Always true once `recover` has returned:
+  - every frame that was ever acknowledged is there, and everything that is there is durable: what was only
+    in the page cache has been written again and synced, also after a sync that had failed;
+  - the only bytes that were dropped are those of one torn batch, above every position known to be durable;
+  - any other damage raised an error, and no byte of the directory was changed before that was known.
+
+| row | current.log                          | decision           | the crash that makes it                       |
+|-----|--------------------------------------|--------------------|-----------------------------------------------|
+| A   | missing                              | begin a segment    | between two segments, or a new directory      |
+| B   | no header, nothing durable in it     | begin a segment    | before the first sync of a segment            |
+| C   | no header, but it held durable frames | Corrupt           | none: damage                                  |
+| D   | header does not follow the chain     | Corrupt            | none: damage, or a file from elsewhere        |
+| E   | good frames, then zeros              | go on              | kill -9, power loss between batches, a close  |
+| F   | good frames, then a torn batch       | truncate, go on    | power loss while a batch was written          |
+| G   | good frames, then other damage       | Corrupt            | none: damage                                  |
+| H   | fewer frames than were durable       | Corrupt            | none: damage                                  |
+| I   | a complete segment                   | rotate, go on      | after the last sync of a segment              |
+
+A batch is torn (F) where it lies above the hint and what the caller knows to be durable, and no whole frame
+starts more than one maximal batch after it. With sync mode `none` everything above the hint can be torn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+
+from lowwater.engine import format
+from lowwater.engine.chain import Chain, before_segment, leave
+from lowwater.engine.directory import (
+    CURRENT,
+    DirectoryNames,
+    Hint,
+    Segment,
+    check_link,
+    load_sealed,
+    read_hint,
+    read_names,
+    typed_errors,
+)
+from lowwater.engine.entries import decode_payload
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.footer import BlockHasher
+from lowwater.engine.format import BATCH_BYTES_MAX, HEADER_BYTES, SegmentHeader
+from lowwater.engine.scan import READ_BYTES, Readable, Scan, find_frame, scan_frames
+from lowwater.engine.seams import File, Files, write_all
+from lowwater.errors import Corrupt, NotLowwater
+
+BEFORE_TRUNCATE = Failpoint("recover.before_truncate")
+BEFORE_REWRITE = Failpoint("recover.before_rewrite")
+
+
+@dataclass(slots=True)
+class Current:
+    """The segment that was being written: what is good of it."""
+
+    header: SegmentHeader
+    scan: Scan
+    seq_first: int
+    torn_bytes: int
+
+
+@dataclass(slots=True)
+class Recovered:
+    chain: Chain
+    segments: list[Segment] = dataclass_field(default_factory=list)
+    current: Current | None = None
+    hint: Hint | None = None
+    names: DirectoryNames = dataclass_field(default_factory=lambda: DirectoryNames([], False, [], []))
+
+
+def inspect_directory(files: Files, directory: str, *, durable_seq: int = 0) -> Recovered:
+    """Everything that opening decides, decided without changing a byte."""
+    with typed_errors(directory, "read the log directory"):
+        names = read_names(files, directory)
+        hint = read_hint(files, directory)
+    segments: list[Segment] = []
+    chain = Chain()
+    before: Segment | None = None
+    for seq_first, seq_last, sealed, name in names.numbered:
+        path = f"{directory}/{name}"
+        with typed_errors(path, "read the segment"):
+            if sealed:
+                segment = load_sealed(files, directory, seq_first, seq_last, name)
+            else:
+                segment = _load_unsealed(files, path, seq_first, seq_last)
+            check_link(segment.header, before, path)
+        segments.append(segment)
+        before = segment
+    if before is not None:
+        with typed_errors(before.path, "read the segment"):
+            chain = chain_after(files, before)
+
+    floor = max(durable_seq, hint.durable_seq if hint is not None else 0)
+    current = None
+    path = f"{directory}/{CURRENT}"
+    if names.has_current:
+        with typed_errors(path, "read the segment that is being written"):
+            file = files.open(path)
+            try:
+                current = inspect_current(file, path, before, hint, floor)
+            finally:
+                file.close()
+    if current is not None:
+        chain = current.scan.chain
+    if chain.seq_last < floor:
+        raise Corrupt(
+            f"the log was durable up to seq {floor} and ends with seq {chain.seq_last} now",
+            path=directory,
+            seq=chain.seq_last,
+            hint="files of the log are missing or were replaced: restore them; nothing was changed",
+        )
+    return Recovered(chain, segments, current, hint, names)
+
+
+def _load_unsealed(files: Files, path: str, seq_first: int, seq_last: int) -> Segment:
+    file = files.open(path)
+    try:
+        header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+        scan = scan_frames(file, header, stop=file.size())
+        if not scan.complete or scan.chain.seq_last != seq_last or scan.seq_first != seq_first:
+            raise Corrupt(
+                f"the segment was complete with seq {seq_last}; its frames are good up to {scan.chain.seq_last}",
+                offset=scan.end,
+                seq=scan.chain.seq_last,
+            )
+        block_hashes, segment_hash = hash_body(file, scan.end, header.block_bytes)
+    finally:
+        file.close()
+    return Segment(
+        path=path,
+        header=header,
+        seq_first=seq_first,
+        seq_last=seq_last,
+        body_bytes=scan.end,
+        time_last_us=scan.chain.time_us,
+        segment_hash=segment_hash,
+        sealed=False,
+        positions=scan.positions,
+        block_hashes=block_hashes,
+    )
+
+
+def hash_body(file: Readable, body_bytes: int, block_bytes: int) -> tuple[list[bytes], bytes]:
+    return hasher_of(file, body_bytes, block_bytes).finish()
+
+
+def hasher_of(file: Readable, body_bytes: int, block_bytes: int) -> BlockHasher:
+    """A hasher that has seen the first `body_bytes` of a segment."""
+    hasher = BlockHasher(block_bytes)
+    for start in range(0, body_bytes, READ_BYTES):
+        hasher.add(file.read_at(start, min(READ_BYTES, body_bytes - start)))
+    return hasher
+
+
+def chain_after(files: Files, segment: Segment) -> Chain:
+    """The chain after a complete segment. Its header tells what held in it; only its last frame can have
+    changed that for what follows."""
+    chain = before_segment(segment.header)._replace(
+        seq_last=segment.seq_last, time_us=segment.time_last_us, body_bytes=segment.body_bytes
+    )
+    file = files.open(segment.path)
+    try:
+        position = _last_position(file, segment)
+        seq, length, checksum = format.FRAME.unpack(file.read_at(position, format.FRAME_BYTES))
+        payload = file.read_at(position + format.FRAME_BYTES, length)
+    finally:
+        file.close()
+    if len(payload) != length or length < format.FIXED_BYTES or seq != segment.seq_last:
+        raise Corrupt("the segment's last frame is not where its footer says", offset=position)
+    if format.frame_checksum(seq, payload) != checksum:
+        raise Corrupt("a frame's checksum does not match", offset=position, seq=seq)
+    kind, flags = payload[0], payload[1] | payload[2] << 8
+    chain, ended = leave(chain, kind, flags, decode_payload(seq, payload), in_group=False)
+    if not ended:
+        raise Corrupt("the segment was sealed before it was complete", seq=seq, offset=position)
+    return chain
+
+
+def _last_position(file: File, segment: Segment) -> int:
+    if segment.positions is not None:
+        return segment.positions[-1]
+    size = file.size()
+    trailer = format.SegmentTrailer.decode(file.read_at(size - format.TRAILER_BYTES, format.TRAILER_BYTES))
+    at = trailer.section_offsets().key_hashes - format.U32.size
+    position: int = format.U32.unpack(file.read_at(at, format.U32.size))[0]
+    if not HEADER_BYTES <= position < segment.body_bytes:
+        raise Corrupt("the footer's last position lies outside the segment", offset=at)
+    return position
+
+
+def inspect_current(
+    file: File, path: str, before: Segment | None, hint: Hint | None, floor: int
+) -> Current | None:
+    size = file.size()
+    seq_before = before.seq_last if before is not None else 0
+    unsynced = hint is not None and hint.sync_mode == "none"
+    try:
+        header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+    except (Corrupt, NotLowwater) as error:
+        if floor > seq_before or (
+            not unsynced and find_frame(file, BATCH_BYTES_MAX, size, seq_above=seq_before) is not None
+        ):
+            raise Corrupt("the segment's header is damaged, and it holds acknowledged entries", offset=0) from error
+        return None
+    if before is not None:
+        check_link(header, before, path)
+    scan = scan_frames(file, header, stop=size)
+    if not scan.positions:
+        # The header came through, the first frames did not.
+        if floor > seq_before:
+            raise Corrupt("the segment has lost acknowledged entries", offset=HEADER_BYTES, seq=seq_before)
+        if scan.problem is not None and not unsynced:
+            _require_torn(file, scan, size, seq_before)
+        return None
+    if scan.seq_first != header.seq_first:
+        raise Corrupt(f"the segment begins with seq {scan.seq_first}; its header says {header.seq_first}", offset=0)
+    torn_bytes = 0
+    if scan.problem is not None:
+        in_hint = hint is not None and hint.segment_seq_first == header.seq_first
+        if scan.chain.seq_last < floor or (in_hint and hint is not None and scan.end < hint.durable_bytes):
+            raise Corrupt(
+                f"{scan.problem}, below what is known to be durable",
+                offset=scan.problem_offset,
+                seq=scan.chain.seq_last,
+            )
+        if not unsynced:
+            _require_torn(file, scan, size, scan.chain.seq_last)
+        torn_bytes = size - scan.end
+    return Current(header, scan, scan.seq_first, torn_bytes)
+
+
+def _require_torn(file: File, scan: Scan, size: int, seq_last: int) -> None:
+    if scan.complete:
+        raise Corrupt(scan.problem or "", offset=scan.problem_offset, seq=seq_last)
+    found = find_frame(file, scan.problem_offset + BATCH_BYTES_MAX, size, seq_above=seq_last)
+    if found is not None:
+        raise Corrupt(
+            f"{scan.problem}, but whole frames follow from offset {found} on: this is no torn write",
+            offset=scan.problem_offset,
+            seq=seq_last,
+        )
+
+
+def repair_current(file: File, current: Current, hint: Hint | None) -> None:
+    """Make durable what is good of the current segment, and remove what is not.
+
+    What is above the hint is written again before it is synced: after a sync that failed, the page cache
+    shows bytes that the disk does not have and a second sync would not write.
+    """
+    end = current.scan.end
+    if current.torn_bytes:
+        BEFORE_TRUNCATE()
+        file.truncate(end)
+    known = 0
+    if hint is not None and hint.segment_seq_first == current.header.seq_first:
+        known = min(hint.durable_bytes, end)
+    unsynced = hint is not None and hint.sync_mode == "none"
+    start = known if unsynced else max(known, end - BATCH_BYTES_MAX)
+    BEFORE_REWRITE()
+    for offset in range(start, end, READ_BYTES):
+        write_all(file, offset, [file.read_at(offset, min(READ_BYTES, end - offset))])
+    file.sync("fsync")
+

@@ -1,0 +1,478 @@
+"""The segments of one log directory: writing the current one, rotating, sealing, preparing the next.
+
+Always true:
+  - only the writer's leader calls `write`; only housekeeping steps build footers, spares and hints;
+  - `durable_bytes` of the current segment moves after the sync that covers it, never before;
+  - a directory entry is durable before anything depends on it: each rename has a sync of its own;
+  - the list of segments and the current one change under `lock`, which is the writer's.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Generator, Sequence
+from operator import attrgetter
+
+from lowwater.engine.chain import IDLE_KINDS, Chain
+from lowwater.engine.directory import (
+    CURRENT,
+    SPARE,
+    Hint,
+    Segment,
+    seal_steps,
+    segment_name,
+    write_hint,
+)
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.footer import BlockHasher
+from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES, TIME_SLICE, SegmentHeader
+from lowwater.engine.pieces import Piece
+from lowwater.engine.recover import Current, Recovered, hasher_of, repair_current
+from lowwater.engine.seams import Clock, File, Files, SyncMode, write_all
+
+BEFORE_WRITE = Failpoint("wal.before_write")
+BEFORE_SYNC = Failpoint("wal.before_sync")
+AFTER_SYNC = Failpoint("wal.after_sync")
+BEFORE_ROTATE = Failpoint("wal.before_rotate")
+AFTER_ROTATE = Failpoint("wal.after_rotate")
+BEFORE_BEGIN = Failpoint("wal.before_begin_segment")
+BEFORE_SEAL = Failpoint("wal.before_seal")
+AFTER_SEAL = Failpoint("wal.after_seal")
+BEFORE_HINT = Failpoint("wal.before_hint")
+
+# Overwriting zeros that are synced already halves the time of a sync: no block is allocated and no size
+# changes. A new log zeroes this much at once; the files after its first are zeroed whole, in advance.
+FIRST_ZEROED_BYTES = 8 * 2**20
+ZERO_STEP_BYTES = 2**20
+# A log that stays small never pays for a spare.
+SPARE_AFTER_BYTES = 4 * 2**20
+SEALING_MAX = 2
+HINT_INTERVAL_S = 1.0
+HINT_AFTER_BYTES = 4 * 2**20
+
+_seq_last = attrgetter("seq_last")
+_time_last = attrgetter("time_last_us")
+
+
+def _time_of(frame: bytes) -> int:
+    start = FRAME_BYTES + TIME_SLICE.start
+    return int.from_bytes(frame[start : start + 8], "little")
+
+
+def _spare_after_bytes(segment_bytes: int) -> int:
+    return min(SPARE_AFTER_BYTES, segment_bytes // 4)
+
+
+class CurrentSegment:
+    """The segment that is being written."""
+
+    __slots__ = (
+        "body_bytes", "durable_bytes", "durable_frames", "durable_seq_last", "durable_time_us", "file",
+        "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us",
+    )  # fmt: skip
+
+    def __init__(self, file: File, header: SegmentHeader, hasher: BlockHasher) -> None:
+        self.file = file
+        self.header = header
+        self.hasher = hasher
+        self.positions = array("I")
+        self.body_bytes = 0
+        self.durable_bytes = 0
+        self.durable_frames = 0
+        # Whether there is anything in it but what shipping itself writes, which must not make segments.
+        self.has_news = False
+        self.time_first_us = 0
+        self.seq_last = self.durable_seq_last = header.seq_before
+        self.time_last_us = self.durable_time_us = header.time_before_us
+
+    def publish(self) -> None:
+        """What was written is durable now."""
+        self.durable_bytes = self.body_bytes
+        self.durable_frames = len(self.positions)
+        self.durable_seq_last = self.seq_last
+        self.durable_time_us = self.time_last_us
+
+
+class SegmentStore:
+    def __init__(
+        self,
+        files: Files,
+        directory: str,
+        recovered: Recovered,
+        *,
+        sync_mode: SyncMode,
+        clock: Clock,
+        lock: threading.Lock,
+    ) -> None:
+        self._files = files
+        self._directory = directory
+        self._clock = clock
+        self._lock = lock
+        self._sync_mode: SyncMode = sync_mode
+        self.segments: list[Segment] = recovered.segments
+        self.current: CurrentSegment | None = None
+        self.rotations = 0
+        self.sync_s = 0.0  # what the last sync took
+        # From how many durable bytes of the current segment on there is something to do in the background.
+        self._housekeeping_from_bytes = 0
+        self._job: Generator[None, None, None] | None = None
+        self._job_is_spare = False
+        self._job_lock = threading.Lock()
+        self._spare_ready = False
+        self._spare_wanted = True
+        self._hint_at = clock.monotonic()
+        self._hinted_bytes = 0
+        self._hinted_seq = 0
+        # What is known to survive a power loss, which with sync mode `none` is less than what is written.
+        self._synced_seq = recovered.chain.seq_last
+        self._synced_bytes = 0
+        self._prepare(recovered)
+
+    @property
+    def path(self) -> str:
+        return f"{self._directory}/{CURRENT}"
+
+    # ------------------------------------------------------------------ opening
+
+    def _prepare(self, recovered: Recovered) -> None:
+        """Make what recovery found the state to go on from, durably, before anybody sees it."""
+        files = self._files
+        for name in recovered.names.leftovers:
+            files.remove(f"{self._directory}/{name}")
+        if recovered.current is None and recovered.names.has_current:
+            files.remove(self.path)
+        if recovered.current is not None:
+            self.current = self._reopen(recovered.current, recovered.hint)
+        # Renames of the former life may be visible and not durable.
+        files.sync_directory(self._directory)
+        former = recovered.hint.sync_mode if recovered.hint is not None else None
+        if "none" in (self._sync_mode, former):
+            # From here on, what a crash may tear is another amount: recovery must know before it happens.
+            self._write_hint(durable=True)
+        if recovered.current is not None and recovered.current.scan.complete:
+            self.rotate()
+
+    def _reopen(self, found: Current, hint: Hint | None) -> CurrentSegment:
+        file = self._files.open(self.path, write=True)
+        repair_current(file, found, hint)
+        end = found.scan.end
+        current = CurrentSegment(file, found.header, hasher_of(file, end, found.header.block_bytes))
+        current.positions = found.scan.positions
+        current.body_bytes = end
+        current.seq_last = found.scan.chain.seq_last
+        current.time_last_us = found.scan.chain.time_us
+        first = file.read_at(HEADER_BYTES, FRAME_FIXED_BYTES)
+        current.time_first_us = _time_of(first)
+        current.has_news = any(
+            file.read_at(position + FRAME_BYTES, 1)[0] not in IDLE_KINDS for position in current.positions
+        )
+        current.publish()
+        self._note_synced(current)
+        return current
+
+    # ------------------------------------------------------------------ writing (the leader)
+
+    def write(self, pieces: Sequence[Piece]) -> bytes:
+        """Write the pieces of one segment and sync them. Returns the bytes of their frames."""
+        data = pieces[0].data if len(pieces) == 1 else b"".join([piece.data for piece in pieces])
+        first = pieces[0]
+        current = self.current
+        if current is None:
+            assert first.starts_segment is not None
+            current = self._begin(first.starts_segment, first.seq_first)
+            head = current.header.encode()
+            current.hasher.add(head)
+            BEFORE_WRITE()
+            write_all(current.file, 0, [head, data])
+            current.body_bytes = HEADER_BYTES
+            current.time_first_us = _time_of(data)
+        else:
+            BEFORE_WRITE()
+            write_all(current.file, current.body_bytes, [data])
+        assert first.offset == current.body_bytes, "a piece was cut for another place"
+        BEFORE_SYNC()
+        sync_started_s = self._clock.monotonic()
+        if self._sync_mode != "none":
+            current.file.sync(self._sync_mode)
+        self.sync_s = self._clock.monotonic() - sync_started_s
+        AFTER_SYNC()
+        current.hasher.add(data)
+        current.body_bytes += len(data)
+        for piece in pieces:
+            current.positions.extend(piece.positions)
+            current.has_news = current.has_news or piece.has_news
+        current.seq_last = pieces[-1].seq_last
+        current.time_last_us = pieces[-1].time_us
+        return data
+
+    def publish(self) -> None:
+        """Let readers see what `write` wrote. Called with the lock held."""
+        current = self.current
+        assert current is not None
+        current.publish()
+        if self._sync_mode != "none":
+            self._note_synced(current)
+
+    def _note_synced(self, current: CurrentSegment) -> None:
+        self._synced_seq = current.seq_last
+        self._synced_bytes = current.body_bytes
+
+    def _begin(self, chain: Chain, seq_first: int) -> CurrentSegment:
+        BEFORE_BEGIN()
+        files = self._files
+        with self._job_lock:
+            spare_ready, self._spare_ready = self._spare_ready, False
+            self._spare_wanted = True
+        if spare_ready:
+            files.rename(f"{self._directory}/{SPARE}", self.path)
+            file = files.open(self.path, write=True)
+        else:
+            file = files.open(self.path, create=True)
+            zeroed_bytes = min(chain.settings.segment_bytes, FIRST_ZEROED_BYTES)
+            for offset in range(0, zeroed_bytes, ZERO_STEP_BYTES):
+                write_all(file, offset, [bytes(min(ZERO_STEP_BYTES, zeroed_bytes - offset))])
+            file.sync("fsync")
+        files.sync_directory(self._directory)
+        before = self.segments[-1] if self.segments else None
+        header = chain.header(
+            seq_first,
+            before.seq_last if before is not None else 0,
+            before.segment_hash if before is not None else bytes(32),
+        )
+        current = CurrentSegment(file, header, BlockHasher(header.block_bytes))
+        with self._lock:
+            self.current = current
+        return current
+
+    def rotate(self) -> None:
+        """The current segment is complete and published: put it in line for its footer."""
+        BEFORE_ROTATE()
+        current = self.current
+        assert current is not None
+        if self._sync_mode == "none":
+            current.file.sync("fsync")  # sealing always syncs
+            self._note_synced(current)
+        block_hashes, segment_hash = current.hasher.finish()
+        header = current.header
+        name = segment_name(header.seq_first, current.seq_last, sealed=False)
+        segment = Segment(
+            path=f"{self._directory}/{name}",
+            header=header,
+            seq_first=header.seq_first,
+            seq_last=current.seq_last,
+            body_bytes=current.body_bytes,
+            time_last_us=current.time_last_us,
+            segment_hash=segment_hash,
+            sealed=False,
+            positions=current.positions,
+            block_hashes=block_hashes,
+        )
+        with self._lock:
+            # Readers open files by path under the lock, so name and list change together.
+            self._files.rename(self.path, segment.path)
+            self.segments.append(segment)
+            self.current = None
+            self.rotations += 1
+        self._files.sync_directory(self._directory)
+        current.file.close()
+        self._hinted_bytes = self._synced_bytes = 0
+        AFTER_ROTATE()
+        while self._unsealed_count() > SEALING_MAX:
+            self._job_step(may_prepare=False)
+
+    def _unsealed_count(self) -> int:
+        with self._lock:
+            return sum(not segment.sealed for segment in self.segments[-SEALING_MAX - 1 :])
+
+    # ------------------------------------------------------------------ housekeeping
+
+    @property
+    def wants_housekeeping(self) -> bool:
+        current = self.current
+        return current is None or current.durable_bytes >= self._housekeeping_from_bytes
+
+    def housekeeping_step(self) -> float | None:
+        """One short piece of background work."""
+        if self._job_step(may_prepare=True):
+            return 0
+        wait_s = self._hint_step()
+        self._housekeeping_from_bytes = 0 if wait_s is None else self._next_work_bytes()
+        return wait_s
+
+    def _next_work_bytes(self) -> int:
+        work_bytes = self._hinted_bytes + HINT_AFTER_BYTES
+        current = self.current
+        if current is not None and self._spare_wanted:
+            work_bytes = min(work_bytes, _spare_after_bytes(current.header.segment_bytes))
+        return work_bytes
+
+    def seal_all(self) -> None:
+        with self._job_lock:
+            if self._job is not None and self._job_is_spare:
+                self._job.close()
+                self._job = None
+        while self._job_step(may_prepare=False):
+            pass
+
+    def _job_step(self, *, may_prepare: bool) -> bool:
+        """Whether there was anything to do. The leader helps when sealing falls behind."""
+        with self._job_lock:
+            if self._job is None:
+                self._job = self._next_job(may_prepare=may_prepare)
+            if self._job is None:
+                return False
+            try:
+                next(self._job)
+            except StopIteration:
+                self._job = None
+            return True
+
+    def _next_job(self, *, may_prepare: bool) -> Generator[None, None, None] | None:
+        with self._lock:
+            segment = next((segment for segment in self.segments if not segment.sealed), None)
+            current = self.current
+        self._job_is_spare = segment is None
+        if segment is not None:
+            return self._seal(segment)
+        if may_prepare and current is not None and self._spare_wanted and not self._spare_ready:
+            segment_bytes = current.header.segment_bytes
+            if current.durable_bytes >= _spare_after_bytes(segment_bytes):
+                return self._prepare_spare(segment_bytes)
+        return None
+
+    def _seal(self, segment: Segment) -> Generator[None, None, None]:
+        BEFORE_SEAL()
+        yield from seal_steps(self._files, self._directory, segment)
+        AFTER_SEAL()
+        with self._lock:
+            segment.path = f"{self._directory}/{segment_name(segment.seq_first, segment.seq_last)}"
+            segment.sealed = True
+            segment.positions = segment.block_hashes = None
+
+    def _prepare_spare(self, size: int) -> Generator[None, None, None]:
+        """Zeros for the next segment. A disk that has no room for them may still have room for entries."""
+        self._spare_wanted = False
+        path = f"{self._directory}/{SPARE}"
+        try:
+            if SPARE in self._files.list(self._directory):
+                self._files.remove(path)
+            file = self._files.open(path, create=True)
+            try:
+                for offset in range(0, size, ZERO_STEP_BYTES):
+                    write_all(file, offset, [bytes(min(ZERO_STEP_BYTES, size - offset))])
+                    yield
+                file.sync("fsync")
+            finally:
+                file.close()
+        except OSError:
+            self._remove_quietly(path)
+            return
+        self._spare_ready = True
+
+    def _remove_quietly(self, path: str) -> None:
+        try:
+            self._files.remove(path)
+        except OSError:
+            pass  # it is removed at the next opening
+
+    def _hint_step(self) -> float | None:
+        now = self._clock.monotonic()
+        with self._lock:
+            behind = self._synced_seq > self._hinted_seq
+        if not behind:
+            return None
+        wait_s = self._hint_at + HINT_INTERVAL_S - now
+        if wait_s > 0 and self._synced_bytes < self._hinted_bytes + HINT_AFTER_BYTES:
+            return wait_s
+        try:
+            self._write_hint(durable=False)
+        except OSError:
+            self._hint_at = now  # it is a hint: the log is as durable without it
+        return None
+
+    def _write_hint(self, *, durable: bool) -> None:
+        BEFORE_HINT()
+        with self._lock:
+            current = self.current
+            hint = Hint(
+                current.header.seq_first if current is not None else 0,
+                self._synced_bytes,
+                self._synced_seq,
+                self._sync_mode,
+            )
+        write_hint(self._files, self._directory, hint, durable=durable)
+        self._hint_at = self._clock.monotonic()
+        self._hinted_bytes = hint.durable_bytes
+        self._hinted_seq = hint.durable_seq
+
+    def close(self, *, clean: bool) -> None:
+        """`clean` finishes what is under way and records that everything is durable."""
+        if clean:
+            self.seal_all()
+            if self.current is not None and self._sync_mode == "none":
+                self.current.file.sync("fsync")
+                self._note_synced(self.current)
+            self._write_hint(durable=True)
+        if self.current is not None:
+            self.current.file.close()
+
+    # ------------------------------------------------------------------ finding (readers, lock held)
+
+    def segment_after(self, seq: int) -> Segment | CurrentSegment | None:
+        """The first segment with a durable frame above `seq`."""
+        index = bisect_right(self.segments, seq, key=_seq_last)
+        if index < len(self.segments):
+            return self.segments[index]
+        current = self.current
+        if current is not None and current.durable_frames:
+            return current
+        return None
+
+    def segment_from_time(self, time_us: int) -> Segment | CurrentSegment | None:
+        """The first segment with a durable frame at or after `time_us`."""
+        index = bisect_left(self.segments, time_us, key=_time_last)
+        if index < len(self.segments):
+            return self.segments[index]
+        current = self.current
+        if current is not None and current.durable_frames and current.durable_time_us >= time_us:
+            return current
+        return None
+
+    @property
+    def opened_us(self) -> int | None:
+        """The time of the current segment's first frame; None where it holds nothing worth shipping."""
+        current = self.current
+        return current.time_first_us if current is not None and current.has_news else None
+
+    def open_current(self, files: Files) -> tuple[File, int] | None:
+        """The current segment for reading, and the place up to which it is durable."""
+        current = self.current
+        if current is None or not current.durable_frames:
+            return None
+        return files.open(self.path), current.durable_bytes
+
+    @property
+    def seq_before_first(self) -> int:
+        """The seq before the lowest that the directory holds."""
+        if self.segments:
+            return self.segments[0].header.seq_before
+        return self.current.header.seq_before if self.current is not None else 0
+
+    def path_of(self, segment: Segment | CurrentSegment) -> str:
+        return segment.path if isinstance(segment, Segment) else self.path
+
+    @property
+    def seq_first(self) -> int:
+        """The lowest seq that the directory holds; 0 for an empty log. Called with the lock held."""
+        if self.segments:
+            return self.segments[0].seq_first
+        current = self.current
+        return current.header.seq_first if current is not None and current.durable_frames else 0
+
+    def bytes_total(self) -> int:
+        current = self.current
+        return sum(segment.body_bytes for segment in self.segments) + (current.durable_bytes if current else 0)
+
+

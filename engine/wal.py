@@ -1,0 +1,655 @@
+"""The writer: many appenders, one owner of the file, one sync for all that wait.
+
+Always true:
+  - seqs, times and segment boundaries are decided under one lock, in the order in which appends are queued;
+    bytes reach the file in that order;
+  - at any time at most one thread leads: it alone takes batches, writes and syncs. Whoever appends and finds
+    no leader leads; a leader whose own append is done hands the lead to the next waiter. Nobody runs a
+    caller's code (the callback of a future) while leading;
+  - one batch is unsynced at a time, and no batch exceeds `format.BATCH_BYTES_MAX`;
+  - nobody is told "durable", and no reader sees a frame, before the sync that covers it has returned;
+  - after any failure of a write or a sync the log is poisoned: every waiter and every later append gets the
+    error, reads go on, and nothing is written any more. Whether the last batch survives is decided by the
+    next opening.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from lowwater.engine import format
+from lowwater.engine.chain import Chain
+from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.pieces import Piece, cut
+from lowwater.engine.recover import inspect_directory
+from lowwater.engine.ring import Chunk, Ring
+from lowwater.engine.seams import Clock, File, Files, Runner, SyncMode
+from lowwater.engine.store import SegmentStore
+from lowwater.errors import (
+    Busy,
+    Closed,
+    DirectoryLocked,
+    DiskFull,
+    InvalidConfig,
+    InvalidEntry,
+    LogPoisoned,
+    LowwaterError,
+    OutOfOrderSeq,
+)
+
+# What an append costs in memory besides its frames.
+APPEND_OVERHEAD_BYTES = 600
+
+# Makes the payloads of an append, given the chain that they will follow: (seqs or None, payloads).
+Build = Callable[[Chain], tuple[Sequence[int] | None, Sequence[bytes]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WalOptions:
+    """How this process writes. Nothing here changes a byte of a segment."""
+
+    sync_mode: SyncMode = "fsync"
+    batch_bytes_max: int = 10 * 2**20
+    queue_bytes_max: int = 64 * 2**20
+    ring_bytes_max: int = 64 * 2**20
+    entry_bytes_max: int = format.ENTRY_BYTES_DEFAULT
+    # How long frames that nobody waits for may stay unsynced.
+    sync_interval_ms: float = 0
+
+    def __post_init__(self) -> None:
+        for name, lowest, highest in (
+            ("batch_bytes_max", 1, format.BATCH_BYTES_MAX),
+            ("queue_bytes_max", 1, 2**40),
+            ("ring_bytes_max", 0, 2**40),
+            ("entry_bytes_max", 64, format.PAYLOAD_BYTES_MAX),
+            ("sync_interval_ms", 0, 3_600_000),
+        ):
+            value = getattr(self, name)
+            if not lowest <= value <= highest:
+                raise InvalidConfig(f"{name} is {value:,}", hint=f"give a number from {lowest:,} to {highest:,}")
+        if self.sync_mode not in ("fsync", "fdatasync", "none"):
+            raise InvalidConfig(f"sync_mode is {self.sync_mode!r}", hint="give fsync, fdatasync or none")
+
+
+class WalMetrics(Protocol):
+    """What the writer reports, once for each batch."""
+
+    def batch_written(self, *, frames: int, size: int, write_s: float, sync_s: float) -> None: ...
+
+    def appends_durable(self, latencies_s: Sequence[float]) -> None: ...
+
+
+class Ticket:
+    """One append on its way to the disk, and who waits for it."""
+
+    __slots__ = (
+        "done", "error", "future", "leads", "loop", "promoted", "seq_last", "started_s", "turn", "waiter",
+    )  # fmt: skip
+
+    def __init__(self, started_s: float) -> None:
+        self.seq_last = 0
+        self.started_s = started_s
+        self.done = False
+        self.error: LowwaterError | None = None
+        # The lead was given to this append's thread; its thread has taken it up.
+        self.promoted = False
+        self.leads = False
+        # One of the three: a thread waits for `turn`, a future, or a coroutine's future in `loop`.
+        self.turn: threading.Lock | None = None
+        self.future: Future[int] | None = None
+        self.waiter: asyncio.Future[int] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+
+class Wal:
+    def __init__(
+        self,
+        files: Files,
+        directory: str,
+        *,
+        clock: Clock,
+        runner: Runner,
+        owner: str,
+        options: WalOptions,
+        durable_seq: int = 0,
+    ) -> None:
+        """Open the log in `directory`. `durable_seq` is what the caller knows to have been durable: a log
+        that has lost it is not opened."""
+        self.directory = directory
+        self.files = files
+        self.clock = clock
+        self.options = options
+        self.metrics: WalMetrics | None = None
+        self.lock = threading.Lock()
+        self._room = threading.Condition(self.lock)
+        self.durable_changed = threading.Condition(self.lock)
+        self._queue: deque[Piece] = deque()
+        self._in_flight: list[Piece] = []
+        self._queued_bytes = 0
+        self._urgent = False
+        self._sync_due_s: float | None = None
+        self._leading = False
+        self._writer_leads = False
+        self._failure: LowwaterError | None = None
+        self._closing = False
+        self._room_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self.ring = Ring(options.ring_bytes_max)
+
+        with typed_errors(directory, "make the log directory"):
+            files.make_directory(directory)
+        self._lock_file = _lock_directory(files, directory, owner)
+        try:
+            recovered = inspect_directory(files, directory, durable_seq=durable_seq)
+            self._chain = recovered.chain
+            self.torn_bytes = recovered.current.torn_bytes if recovered.current is not None else 0
+            with typed_errors(directory, "open the log"):
+                self.store = SegmentStore(
+                    files, directory, recovered, sync_mode=options.sync_mode, clock=clock, lock=self.lock
+                )
+            self.durable_seq = self._chain.seq_last
+            self.durable_time_us = self._chain.time_us
+        except BaseException:
+            self._lock_file.close()
+            raise
+        self._writer = runner.start("wal-writer", self._writer_step)
+        self._housekeeper = runner.start("wal-housekeeping", self._housekeeping_step)
+        self._housekeeper.wake()
+
+    # ------------------------------------------------------------------ appending
+
+    @property
+    def chain(self) -> Chain:
+        """Where the log stands with everything that was queued."""
+        return self._chain
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
+    @property
+    def failure(self) -> LowwaterError | None:
+        """Why the log refuses writes, if it does."""
+        return self._failure
+
+    def append(self, build: Build, *, timeout_s: float | None = None) -> int:
+        """Append, and return the last seq once it is durable."""
+        ticket = Ticket(self.clock.monotonic())
+        try:
+            with self.lock:
+                self._enqueue(build, ticket, timeout_s)
+                self._get_in_line(ticket)
+            self._wait_or_lead(ticket)
+        except BaseException:
+            self._abandon(ticket)
+            raise
+        return ticket.seq_last
+
+    def sync(self) -> int:
+        """Return once everything that was appended before is durable: the last durable seq."""
+        with self.lock:
+            self._require_open()
+        return self._flush()
+
+    def _flush(self) -> int:
+        ticket = Ticket(self.clock.monotonic())
+        try:
+            with self.lock:
+                if self._failure is not None:
+                    raise again(self._failure)
+                if not self._queue and not self._leading:
+                    return self.durable_seq
+                marker = _empty_piece(self._chain)
+                marker.owner, marker.completes = ticket, True
+                self._queue.append(marker)
+                ticket.seq_last = self._chain.seq_last
+                self._get_in_line(ticket)
+            self._wait_or_lead(ticket)
+        except BaseException:
+            self._abandon(ticket)
+            raise
+        return ticket.seq_last
+
+    def _get_in_line(self, ticket: Ticket) -> None:
+        """With the lock held: have this thread lead, or wait for its turn."""
+        self._urgent = True
+        if self._leading and not self._writer_leads:
+            ticket.turn = threading.Lock()
+            ticket.turn.acquire()
+        else:
+            # Also where the writer thread was to lead and has not begun yet.
+            self._leading, self._writer_leads = True, False
+            ticket.promoted = True
+
+    def _wait_or_lead(self, ticket: Ticket) -> None:
+        if ticket.turn is not None:
+            ticket.turn.acquire()
+        if not ticket.done:
+            self._lead(ticket)
+        if ticket.error is not None:
+            raise again(ticket.error)
+
+    def _abandon(self, ticket: Ticket) -> None:
+        """The thread leaves (an error, Ctrl-C): a lead that it was given and did not take up goes on."""
+        with self.lock:
+            ticket.turn = None
+            if ticket.promoted and not ticket.leads and not ticket.done:
+                self._hand_over()
+
+    def submit(self, build: Build, *, timeout_s: float | None = None) -> Future[int]:
+        """Append, and return a future of the last seq that resolves once it is durable. Blocks only while
+        the queue is full."""
+        ticket = Ticket(self.clock.monotonic())
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # what is queued will be written: it cannot be cancelled
+        ticket.future = future
+        with self.lock:
+            self._enqueue(build, ticket, timeout_s)
+            wake = self._claim_for_writer()
+        if wake:
+            self._writer.wake()
+        return future
+
+    async def append_async(self, build: Build) -> int:
+        """`append` for coroutines: one wake-up of the event loop for all that one sync made durable."""
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(self.clock.monotonic())
+        ticket.loop = loop
+        while True:
+            with self.lock:
+                if self._queued_bytes < self.options.queue_bytes_max or not self._queue:
+                    ticket.waiter = loop.create_future()
+                    self._enqueue(build, ticket, None)
+                    wake = self._claim_for_writer()
+                    break
+                self._require_open()
+                room: asyncio.Future[None] = loop.create_future()
+                self._room_waiters.append((loop, room))
+                wake = self._claim_for_writer()
+            if wake:
+                self._writer.wake()
+            await room
+        if wake:
+            self._writer.wake()
+        assert ticket.waiter is not None
+        return await ticket.waiter
+
+    def enqueue(self, build: Build, *, timeout_s: float | None = None) -> int:
+        """Append, and return the last seq at once (`ack="memory"`): it is durable after the next sync."""
+        with self.lock:
+            self._enqueue(build, None, timeout_s)
+            seq_last = self._chain.seq_last
+            if not self._urgent and self._queued_bytes >= self.options.batch_bytes_max:
+                self._urgent = True
+            wake = False
+            if self._urgent or not self.options.sync_interval_ms:
+                wake = self._claim_for_writer()
+            elif self._sync_due_s is None:
+                self._sync_due_s = self.clock.monotonic() + self.options.sync_interval_ms / 1000
+                wake = True
+        if wake:
+            self._writer.wake()
+        return seq_last
+
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise again(self._failure)
+        if self._closing:
+            raise Closed("the log is closed", path=self.directory)
+
+    def _enqueue(self, build: Build, ticket: Ticket | None, timeout_s: float | None) -> None:
+        """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
+        room_needed = 1
+        while True:
+            self._wait_for_room(room_needed, timeout_s)
+            seqs, payloads = build(self._chain)
+            self._check(seqs, payloads)
+            if seqs is None:
+                seq_first = self._chain.seq_last + 1
+                seqs = range(seq_first, seq_first + len(payloads))
+            pieces, chain = cut(self._chain, seqs, payloads, batch_bytes_max=self.options.batch_bytes_max)
+            size = sum([len(piece.data) for piece in pieces]) + APPEND_OVERHEAD_BYTES
+            if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:
+                break
+            room_needed = size
+        self._chain = chain
+        for piece in pieces:
+            piece.owner = ticket
+        pieces[-1].completes = True
+        if ticket is not None:
+            ticket.seq_last = chain.seq_last
+        self._queue.extend(pieces)
+        self._queued_bytes += size
+
+    def _check(self, seqs: Sequence[int] | None, payloads: Sequence[bytes]) -> None:
+        if not payloads:
+            raise InvalidEntry("there is nothing to append", hint="give at least one entry")
+        largest = max(map(len, payloads))
+        if largest > self.options.entry_bytes_max:
+            raise InvalidEntry(
+                f"this entry has {largest:,} bytes; at most {self.options.entry_bytes_max:,} are allowed",
+                hint="split the value, or raise wal.entry_bytes_max on every node",
+            )
+        if sum(map(len, payloads)) > format.BATCH_BYTES_MAX:
+            raise InvalidEntry(
+                f"one append takes at most {format.BATCH_BYTES_MAX:,} bytes", hint="append fewer entries at once"
+            )
+        if seqs is None:
+            if self._chain.seq_last + len(payloads) > format.SEQ_MAX:
+                raise OutOfOrderSeq("the seqs are used up", hint="this log cannot grow any more")
+            return
+        if len(seqs) != len(payloads):
+            raise InvalidEntry(f"{len(payloads)} entries came with {len(seqs)} seqs")
+        before = self._chain.seq_last
+        for seq in seqs:
+            if not isinstance(seq, int) or isinstance(seq, bool) or not 0 < seq <= format.SEQ_MAX:
+                raise InvalidEntry(f"{seq!r:.80} is no seq", hint="a seq is a whole number from 1 to 2^64-1")
+            if seq <= before:
+                raise OutOfOrderSeq(f"seq {seq} does not lie above {before}", seq=seq)
+            before = seq
+
+    def _wait_for_room(self, needed: int, timeout_s: float | None) -> None:
+        """With the lock held: return once `needed` bytes fit into the queue, or it is empty."""
+        deadline_s = None if timeout_s is None else self.clock.monotonic() + timeout_s
+        while True:
+            self._require_open()
+            if not self._queued_bytes or self._queued_bytes + needed <= self.options.queue_bytes_max:
+                return
+            self._urgent = True
+            if not self._leading:
+                self._leading = True
+                self.lock.release()
+                try:
+                    self._lead(None)
+                finally:
+                    self.lock.acquire()
+                continue
+            remaining_s = None if deadline_s is None else deadline_s - self.clock.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise Busy(f"the write queue has been full for {timeout_s} s", path=self.directory)
+            self._room.wait(remaining_s)
+
+    # ------------------------------------------------------------------ leading
+
+    def _claim_for_writer(self) -> bool:
+        """With the lock held: have the writer thread lead, unless somebody does. Whether to wake it."""
+        self._urgent = True
+        if self._leading:
+            return False
+        self._leading = self._writer_leads = True
+        return True
+
+    def _writer_step(self) -> float | None:
+        with self.lock:
+            if not self._writer_leads:
+                if self._leading or not self._queue:
+                    return None
+                if not self._urgent:
+                    assert self._sync_due_s is not None, "frames lie in the queue and nobody minds them"
+                    wait_s = self._sync_due_s - self.clock.monotonic()
+                    if wait_s > 0:
+                        return wait_s
+                self._leading = True
+            self._writer_leads = False
+        self._lead(None)
+        return 0 if self._writer_leads else None
+
+    def _lead(self, ticket: Ticket | None) -> None:
+        """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it."""
+        resolved: list[Ticket] = []
+        try:
+            if ticket is not None:
+                ticket.leads = True
+            while True:
+                with self.lock:
+                    batch = self._take_batch()
+                if batch:
+                    self._write_batch(batch, resolved)
+                if ticket is None or ticket.done:
+                    break
+            with self.lock:
+                self._hand_over()
+        except Exception as error:
+            self._poison(error)
+        except BaseException as error:
+            self._poison(error)
+            raise
+        finally:
+            _resolve_futures(resolved)
+
+    def _hand_over(self) -> None:
+        """With the lock held, by the leader: the lead goes to whoever waits at the head of the queue."""
+        if not self._queue:
+            self._leading = self._urgent = False
+            self._sync_due_s = None
+            return
+        owner: Ticket | None = self._queue[0].owner
+        if owner is not None and owner.turn is not None:
+            owner.promoted = True
+            owner.turn.release()
+        elif self._urgent or self._sync_due_s is None:
+            self._writer_leads = True
+            self._writer.wake()
+        else:
+            self._leading = False
+            self._writer.wake()
+
+    def _take_batch(self) -> list[Piece]:
+        batch: list[Piece] = []
+        size = 0
+        queue = self._queue
+        while queue:
+            piece = queue[0]
+            size += len(piece.data)
+            if batch and size > self.options.batch_bytes_max:
+                break
+            batch.append(queue.popleft())
+            if piece.ends_segment:
+                break
+        self._in_flight = batch
+        return batch
+
+    def _write_batch(self, batch: list[Piece], resolved: list[Ticket]) -> None:
+        pieces = [piece for piece in batch if piece.frame_count]
+        data = b""
+        if pieces:
+            started_s = self.clock.monotonic()
+            data = self.store.write(pieces)
+            written_s = self.clock.monotonic() - started_s
+        tickets = [piece.owner for piece in batch if piece.completes and piece.owner is not None]
+        with self.lock:
+            if pieces:
+                self.store.publish()
+                last = pieces[-1]
+                self.durable_seq = last.seq_last
+                self.durable_time_us = last.time_us
+                self.ring.append(Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), verified=True))
+                self.durable_changed.notify_all()
+            freed = len(data) + APPEND_OVERHEAD_BYTES * sum(
+                piece.completes for piece in batch if piece.frame_count
+            )
+            self._queued_bytes -= freed
+            assert self._queued_bytes >= 0
+            self._in_flight = []
+            room_waiters, self._room_waiters = self._room_waiters, []
+            self._room.notify_all()
+        resolved += self._wake(tickets, None)
+        _wake_coroutines(room_waiters)
+        if self.metrics is not None and pieces:
+            now_s = self.clock.monotonic()
+            self.metrics.batch_written(
+                frames=sum([piece.frame_count for piece in pieces]),
+                size=len(data),
+                write_s=written_s,
+                sync_s=self.store.sync_s,
+            )
+            self.metrics.appends_durable([now_s - ticket.started_s for ticket in tickets])
+        if pieces and pieces[-1].ends_segment:
+            self.store.rotate()
+            self._housekeeper.wake()
+        elif self.store.wants_housekeeping:
+            self._housekeeper.wake()
+
+    def _wake(self, tickets: Sequence[Ticket], error: LowwaterError | None) -> list[Ticket]:
+        """Settle the appends. Wakes threads and coroutines; returns those whose futures are to be resolved."""
+        futures: list[Ticket] = []
+        by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
+        for ticket in tickets:
+            ticket.error = error
+            ticket.done = True
+            turn = ticket.turn
+            if turn is not None:
+                if turn.locked():
+                    turn.release()
+            elif ticket.future is not None:
+                futures.append(ticket)
+            elif ticket.loop is not None:
+                by_loop.setdefault(ticket.loop, []).append(ticket)
+        for loop, mine in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_resolve_coroutines, mine)
+            except RuntimeError:
+                pass  # the loop was closed: nobody waits there any more
+        return futures
+
+    def _poison(self, cause: BaseException) -> None:
+        """Refuse writes from now on: what is on the disk above the durable position is unknown."""
+        failure: LowwaterError
+        if isinstance(cause, LowwaterError):
+            failure = cause
+        elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            failure = DiskFull("the disk is full: the log refuses writes", path=self.directory)
+        else:
+            failure = LogPoisoned(f"a write to the log failed: {cause}", path=self.directory)
+        failure.__cause__ = cause if failure is not cause else None
+        with self.lock:
+            if self._failure is None:
+                self._failure = failure
+            pieces = [*self._in_flight, *self._queue]
+            self._queue.clear()
+            self._in_flight = []
+            self._queued_bytes = 0
+            self._leading = self._writer_leads = False
+            room_waiters, self._room_waiters = self._room_waiters, []
+            self._room.notify_all()
+            self.durable_changed.notify_all()
+        tickets = [piece.owner for piece in pieces if piece.completes and piece.owner is not None]
+        _resolve_futures(self._wake(tickets, self._failure))
+        _wake_coroutines(room_waiters)
+
+    # ------------------------------------------------------------------ housekeeping and closing
+
+    def _housekeeping_step(self) -> float | None:
+        if self._failure is not None:
+            return None
+        try:
+            return self.store.housekeeping_step()
+        except Exception as error:
+            self._poison(error)
+            return None
+
+    def close(self) -> None:
+        """Write and sync what was queued, finish the sealing, and let the directory go."""
+        with self.lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._room.notify_all()
+        clean = self._failure is None
+        try:
+            if clean:
+                try:
+                    self._flush()
+                except LogPoisoned:
+                    clean = False
+        finally:
+            with self.lock:
+                self.durable_changed.notify_all()
+            self._housekeeper.stop()
+            self._writer.stop()
+            try:
+                with typed_errors(self.directory, "close the log"):
+                    self.store.close(clean=clean and self._failure is None)
+            finally:
+                self._lock_file.close()
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+
+def _lock_directory(files: Files, directory: str, owner: str) -> File:
+    path = f"{directory}/{LOCK}"
+    with typed_errors(path, "lock the log directory"):
+        try:
+            return files.lock(path, owner)
+        except BlockingIOError as error:
+            file = files.open(path)
+            holder = file.read_at(0, 256).decode(errors="replace").strip()
+            file.close()
+            raise DirectoryLocked(
+                f"this log is open already: {holder}" if holder else "this log is open already", path=directory
+            ) from error
+
+
+def _empty_piece(chain: Chain) -> Piece:
+    """What a sync waits behind when there is nothing of its own to write."""
+    return Piece(
+        b"",
+        offset=0,
+        positions=array("I"),
+        seq_before=chain.seq_last,
+        seq_first=chain.seq_last,
+        seq_last=chain.seq_last,
+        time_us=chain.time_us,
+        starts_segment=None,
+        ends_segment=False,
+    )
+
+
+def again(error: LowwaterError) -> LowwaterError:
+    """The same error for another caller: a traceback belongs to one."""
+    copy = type(error)(error.message, path=error.path, seq=error.seq, offset=error.offset, hint=error.hint)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _wake_coroutines(waiters: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
+    for loop, room in waiters:
+        try:
+            loop.call_soon_threadsafe(_set_if_waiting, room)
+        except RuntimeError:
+            pass  # the loop was closed
+
+
+def _set_if_waiting(room: asyncio.Future[None]) -> None:
+    if not room.done():
+        room.set_result(None)
+
+
+def _resolve_futures(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        assert ticket.future is not None
+        if ticket.error is None:
+            ticket.future.set_result(ticket.seq_last)
+        else:
+            ticket.future.set_exception(again(ticket.error))
+
+
+def _resolve_coroutines(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        waiter = ticket.waiter
+        assert waiter is not None
+        if waiter.done():
+            continue
+        if ticket.error is None:
+            waiter.set_result(ticket.seq_last)
+        else:
+            waiter.set_exception(again(ticket.error))

@@ -1,0 +1,68 @@
+"""The first level of the command line: the options for all commands, and what becomes of their errors.
+
+Always true: an error that Lowwater expects ends as a line, a hint and its exit code, never as a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from lowwater import logging
+from lowwater.cli.output import print_error
+from lowwater.errors import LowwaterError
+
+# One name for each file here that holds a command: `log` is the object `log` in `log.py`.
+COMMANDS: tuple[str, ...] = ()
+
+INTERRUPTED = 130
+
+
+class Root(click.Group):
+    """Imports a command when it is called, so that none pays for the packages of another."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"lowwater.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            # What is still buffered must meet a closed pipe here, where click ends quietly.
+            sys.stdout.flush()
+        except LowwaterError as error:
+            print_error(ctx, error)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        return result
+
+
+@click.command(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lowwater", message="%(package)s %(version)s")
+@click.option(
+    "--config", type=click.Path(exists=True, dir_okay=False), help="The configuration, a TOML file."
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(logging.LEVELS),
+    default="warning",
+    show_default=True,
+    help="What to log.",
+)
+@click.option("--json-logs", is_flag=True, help="Log as JSON, one event a line.")
+@click.pass_context
+def root(ctx: click.Context, config: str | None, log_level: str, json_logs: bool) -> None:
+    """Lowwater: a storage engine whose history is one durable, checksummed log."""
+    logging.configure(log_level, json=json_logs)
+    # A command that needs the configuration passes this to `Config.load`.
+    ctx.obj = config

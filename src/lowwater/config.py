@@ -1,0 +1,328 @@
+"""The configuration: one TOML file, the environment over the file, arguments over the environment.
+
+Always true:
+  - a `Config` has passed every check, and never changes afterwards;
+  - a key that nothing reads is an error, wherever it was written, so a misspelt one cannot be lost;
+  - whatever is wrong is `InvalidConfig`. It shows a value as it was written: `${NAME}`
+    gives no secret away.
+
+docs/configuration.md lists every key. A test compares that table with the fields below.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lowwater.errors import InvalidConfig
+
+ENV_PREFIX = "LOWWATER_"
+HINT = "docs/configuration.md lists the keys and what each takes"
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MB = 1_000_000
+
+BYTES_PER_UNIT = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+MILLISECONDS_PER_UNIT = {"ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def _parse(value: object, units: dict[str, int], plain: str, example: str) -> int:
+    """`"64 MiB"` or `64`, in the smallest of the units. A number without a unit is in `plain`."""
+    text = str(value) if type(value) in (int, float, str) else ""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
+    if found is None:
+        raise ValueError(f'must be a whole number from 0 up, or a text such as "{example}"')
+    size = {unit.lower(): size for unit, size in units.items()}.get((found[2] or plain).lower())
+    if size is None:
+        raise ValueError(f'has the unit "{found[2]}", which is none of {", ".join(units)}')
+    number = Fraction(found[1]) * size
+    if number.denominator != 1 or number >= 1 << 63:
+        raise ValueError(f"must be a whole number of {next(iter(units))}, below 2^63")
+    return int(number)
+
+
+def parse_bytes(value: object) -> int:
+    """`"100 MB"` is 100,000,000, `"64 MiB"` is 67,108,864, a plain number is bytes."""
+    return _parse(value, BYTES_PER_UNIT, "B", "64 MiB")
+
+
+def parse_milliseconds(value: object) -> int:
+    """`"5 s"` is 5000; a plain number is milliseconds."""
+    return _parse(value, MILLISECONDS_PER_UNIT, "ms", "250ms")
+
+
+def parse_seconds(value: object) -> float | None:
+    """`"5 min"` is 300, a plain number is seconds, and `"none"` stands for never."""
+    if value is None or value == "none":
+        return None
+    return _parse(value, MILLISECONDS_PER_UNIT, "s", "10 min") / 1000
+
+
+def parse_count(value: object) -> int:
+    return _parse(value, {"messages": 1}, "messages", "1024")
+
+
+def _path(value: object) -> object:
+    if value is None or (isinstance(value, str | os.PathLike) and os.fspath(value)):
+        return value
+    raise ValueError("must be a path")
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
+Milliseconds = Annotated[int, BeforeValidator(parse_milliseconds)]
+OptionalSeconds = Annotated[float | None, BeforeValidator(parse_seconds)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
+Count = Annotated[int, BeforeValidator(parse_count)]
+
+
+class WalConfig(BaseModel):
+    """The log's settings. Each attribute has the name of its key in `[wal]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dir: OptionalPath = None
+    cache_bytes_max: ByteSize = 64 * MIB
+    cache_messages_max: Count | None = None
+    fsync_interval_ms: Milliseconds = 0
+    fsync_max_batch_bytes: ByteSize = Field(default=10 * MIB, ge=1, le=32 * MIB)
+    rotate_max_bytes: ByteSize = Field(default=100 * MB, ge=64 * KIB, le=2 * GIB)
+    rotate_max_seconds: OptionalSeconds = Field(default=None, gt=0)
+    sync_mode: Literal["fsync", "fdatasync", "none"] = "fsync"
+    compression: Literal["none", "zstd"] = "zstd"
+    queue_bytes_max: ByteSize = 64 * MIB
+    entry_bytes_max: ByteSize = Field(default=16 * MIB, ge=64, le=31 * MIB)
+
+    @model_validator(mode="after")
+    def _any_entry_fits_the_queue(self) -> Self:
+        if self.entry_bytes_max > self.queue_bytes_max:
+            raise ValueError("entry_bytes_max is above queue_bytes_max: such an entry could never be queued")
+        return self
+
+
+class Config(BaseSettings):
+    """Everything that can be set. `Config()` has the defaults, `Config.load` reads what the user wrote."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    wal: WalConfig = WalConfig()
+
+    @classmethod
+    def load(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **overrides: Any
+    ) -> Config:
+        """Read a configuration. `source` is a TOML file, or a mapping that stands for one; the overrides
+        are sections as well: `Config.load("lowwater.toml", wal={"sync_mode": "fdatasync"})`.
+        A `Config` has met its environment already, and only the overrides are put over it.
+        """
+        layers = [_layer(_flat(overrides))]
+        match source:
+            case Config():
+                layers.append(_layer(_flat(source.model_dump(exclude_unset=True))))
+            case None:
+                layers.append(_environment())
+            case Mapping():
+                layers += [_environment(), _layer(_flat(source), substitute=True)]
+            case _:
+                layers += [_environment(), _file(source)]
+        try:
+            return cls.model_validate({"layers": layers})
+        except ValidationError as error:
+            raise _invalid(error, layers) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The layers of `load`, the one that wins first. The library's own source for the environment is
+        left out: it skips a variable that it does not know."""
+        layers = init_settings().pop("layers", [])
+        return (*(InitSettingsSource(settings_cls, _nested(layer)) for layer in layers), init_settings)
+
+
+# The other spellings of a key, those of the reference plan. `wal.cache_capacity` is one more, but what
+# it stands for depends on its value.
+SPELLINGS = {
+    f"{section}.wal_{old}": f"wal.{new}"
+    for section in ("storage_engine", "wal")
+    for old, new in (
+        ("segment_size", "rotate_max_bytes"),
+        ("sync_mode", "sync_mode"),
+        ("compression", "compression"),
+    )
+}
+CACHE_CAPACITY = "wal.cache_capacity"
+SECTIONS = ("storage_engine", "wal")
+KEYS = [f"wal.{name}" for name in WalConfig.model_fields]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, and what it takes to talk about it: its name and itself as its author wrote them."""
+
+    value: object
+    name: str
+    written: object
+    path: str | None
+
+    def __str__(self) -> str:
+        written = json.dumps(self.written, default=str)
+        return f"{self.name} = {written if len(written) <= 80 else written[:77] + '...'}"
+
+
+# The settings from one place, by the name of their key.
+Layer = dict[str, Setting]
+
+
+def _layer(
+    given: Iterable[tuple[str, object]],
+    *,
+    path: str | None = None,
+    substitute: bool = False,
+    spell: Callable[[str], str] = str,
+) -> Layer:
+    """Settings by their keys, whatever spelling was `given`. `spell` names a key as this place does."""
+    layer: Layer = {}
+    for key, written in given:
+        if key in SECTIONS:
+            if written != {}:
+                raise InvalidConfig(f"{spell(key)} is a section, not a value", path=path, hint=HINT)
+            continue
+        if key not in KEYS and key not in SPELLINGS and key != CACHE_CAPACITY:
+            known = [spell(name) for name in (*KEYS, *SPELLINGS, CACHE_CAPACITY)]
+            nearest = difflib.get_close_matches(spell(key), known, n=1, cutoff=0)[0]
+            raise InvalidConfig(
+                f"unknown key {spell(key)}", path=path, hint=f"the nearest known key is {nearest}"
+            )
+        value = _substituted(written, spell(key), path) if substitute else written
+        setting = Setting(value, spell(key), written, path)
+        canonical = _cache_key(value) if key == CACHE_CAPACITY else SPELLINGS.get(key, key)
+        other = layer.setdefault(canonical, setting)
+        if other.value != value:
+            raise InvalidConfig(f"{other} and {setting} are one key", path=path, hint="keep one of the two")
+    return layer
+
+
+def _cache_key(value: object) -> str:
+    """A plain number is a number of messages, as in the reference plan; with a unit it is a size."""
+    plain = re.fullmatch(r"[\d.]+", str(value).strip())
+    return "wal.cache_messages_max" if plain else "wal.cache_bytes_max"
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
+    """Each value with its dotted path. An empty section is a value, so that its name is looked at."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _nested(layer: Layer) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, setting in layer.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = setting.value
+    return tree
+
+
+def _file(path: str | os.PathLike[str]) -> Layer:
+    try:
+        tree = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise InvalidConfig(
+            f"the configuration cannot be read: {error.strerror}", path=path, hint="check the path"
+        ) from None
+    except ValueError as error:
+        raise InvalidConfig(
+            f"the configuration is not TOML: {error}", path=path, hint="correct that place in the file"
+        ) from None
+    return _layer(_flat(tree), path=os.fspath(path), substitute=True)
+
+
+def _environment() -> Layer:
+    given = [
+        (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENV_PREFIX)
+    ]
+    return _layer(given, spell=lambda key: ENV_PREFIX + key.upper().replace(".", "__"))
+
+
+def _substituted(value: object, name: str, path: str | None) -> object:
+    """The value with each `${NAME}` replaced from the environment. `$${NAME}` stands for itself."""
+    if not isinstance(value, str):
+        return value
+
+    def replacement(found: re.Match[str]) -> str:
+        if found[0].startswith("$$"):
+            return found[0][1:]
+        variable = re.fullmatch(r"\$\{(\w+)\}", found[0])
+        if variable is None:
+            raise InvalidConfig(f"{name} has a broken {found[0]}", path=path, hint="write ${NAME}")
+        if variable[1] not in os.environ:
+            raise InvalidConfig(
+                f"{name} needs the environment variable {variable[1]}, which is not set",
+                path=path,
+                hint=f"set {variable[1]}, or write $${{{variable[1]}}} for the text itself",
+            )
+        return os.environ[variable[1]]
+
+    return re.sub(r"\$?\$\{[^}]*\}?", replacement, value)
+
+
+def _invalid(error: ValidationError, layers: list[Layer]) -> InvalidConfig:
+    """Everything that is wrong, in one error."""
+    reasons: list[str] = []
+    path = None
+    for problem in error.errors():
+        key = ".".join(map(str, problem["loc"]))
+        setting = next((layer[key] for layer in layers if key in layer), None)
+        reasons.append(f"{setting or f'{key}:'} {_reason(key, problem)}")
+        path = path or (setting.path if setting else None)
+    return InvalidConfig("; ".join(reasons), path=path, hint=HINT)
+
+
+def _reason(key: str, problem: ErrorDetails) -> str:
+    context = problem.get("ctx", {})
+    match problem["type"]:
+        case "value_error":
+            return str(context["error"])
+        case "literal_error":
+            return f"must be one of {context['expected']}"
+        case "greater_than":
+            return f"must be above {_amount(key, context['gt'])}"
+        case "greater_than_equal":
+            return f"must be at least {_amount(key, context['ge'])}"
+        case "less_than_equal":
+            return f"must be at most {_amount(key, context['le'])}"
+        case _:
+            return problem["msg"]
+
+
+def _amount(key: str, limit: float) -> str:
+    """A limit in the largest unit that it is a whole number of, which is how the documentation has it."""
+    if "bytes" not in key:
+        return f"{limit:g}"
+    unit, size = max((size, unit) for unit, size in BYTES_PER_UNIT.items() if limit % size == 0)[::-1]
+    return f"{limit // size} {unit}"

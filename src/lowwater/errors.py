@@ -1,0 +1,172 @@
+"""Every error that Lowwater raises on purpose, in one tree, by what the caller must do.
+
+    LowwaterError
+    ├── RetryError               try again: nothing is wrong with the request or the data
+    │   ├── Busy                     a queue stayed full for longer than the caller would wait
+    │   └── TimedOut                 the answer did not come in time; the work may still happen
+    ├── InputError               change the request (or the configuration): nothing was written
+    │   ├── InvalidEntry             a name, key, value, metadata or limit that no log accepts
+    │   ├── OutOfOrderSeq            a seq that is not above the last one
+    │   │   └── RepeatedSeq          ... because the log already holds exactly this entry
+    │   ├── InvalidConfig            an unknown key or a value that is out of range
+    │   ├── NotFound                 there is no such file, segment, bucket, key or seq
+    │   ├── DirectoryLocked          another process has this directory open
+    │   ├── DirectoryNotWritable     the directory can be read, but not written
+    │   └── NewerVersion             written by a newer Lowwater: upgrade this one
+    ├── DataError                repair or restore the data: what is stored cannot be trusted
+    │   ├── NotLowwater              the file is of another format (wrong magic, or empty)
+    │   ├── Corrupt                  a checksum, an order or a link of the chain does not hold
+    │   └── LogDivergence            the same seq arrived with other content
+    ├── ReopenError              close this handle, deal with the cause, open again
+    │   ├── DiskFailed               the file system answered with an error
+    │   ├── LogPoisoned              a write or a sync failed: durability can no longer be promised
+    │   │   └── DiskFull             ... because there was no room
+    │   └── Closed                   this handle was closed
+    └── InternalError            a bug in Lowwater: please report it
+
+A class says what to do; the fields say where: `path`, `seq`, `offset` (bytes into the file).
+`hint` is the next step in words, and `exit_code` is what the command line returns.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+
+class LowwaterError(Exception):
+    """The root of the tree. Catch it to catch everything that Lowwater raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+    default_hint: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        seq: int | None = None,
+        offset: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = os.fspath(path) if path is not None else None
+        self.seq = seq
+        self.offset = offset
+        self.hint = self.default_hint if hint is None else hint
+
+    def __str__(self) -> str:
+        fields = (("path", self.path), ("seq", self.seq), ("offset", self.offset))
+        where = ", ".join(f"{name} {value}" for name, value in fields if value is not None)
+        return f"{self.message} ({where})" if where else self.message
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as the command line prints it under `--json`."""
+        return {
+            "error": type(self).__name__,
+            "message": self.message,
+            "path": self.path,
+            "seq": self.seq,
+            "offset": self.offset,
+            "hint": self.hint,
+        }
+
+
+class RetryError(LowwaterError):
+    """Try again: nothing is wrong with the request or the data."""
+
+    exit_code = 75
+
+
+class Busy(RetryError):
+    default_hint = "writes arrive faster than the disk takes them: slow down, or raise wal.queue_bytes_max"
+
+
+class TimedOut(RetryError):
+    default_hint = "the work may still happen: read before you repeat it"
+
+
+class InputError(LowwaterError):
+    """Change the request: nothing was written."""
+
+    exit_code = 2
+
+
+class InvalidEntry(InputError):
+    pass
+
+
+class OutOfOrderSeq(InputError):
+    default_hint = "seqs must rise: read `last_seq` and continue above it"
+
+
+class RepeatedSeq(OutOfOrderSeq):
+    default_hint = "the log holds exactly this entry already: nothing is left to do"
+
+
+class InvalidConfig(InputError):
+    pass
+
+
+class NotFound(InputError):
+    pass
+
+
+class DirectoryLocked(InputError):
+    default_hint = "stop the process that has it open, or choose another directory"
+
+
+class DirectoryNotWritable(InputError):
+    default_hint = "give this user write permission, or open it with the read-only tools"
+
+
+class NewerVersion(InputError):
+    default_hint = "upgrade Lowwater on this machine: pip install --upgrade lowwater"
+
+
+class DataError(LowwaterError):
+    """Repair or restore the data: what is stored cannot be trusted."""
+
+    exit_code = 65
+
+
+class NotLowwater(DataError):
+    default_hint = "check the path: this is not a file that Lowwater wrote"
+
+
+class Corrupt(DataError):
+    default_hint = "run `lowwater log verify` on the directory, then `lowwater log repair` into a copy, or restore"
+
+
+class LogDivergence(DataError):
+    default_hint = "two writers have given one seq to two entries: stop both, and find out which history is right"
+
+
+class ReopenError(LowwaterError):
+    """Close this handle, deal with the cause, open again."""
+
+    exit_code = 74
+
+
+class DiskFailed(ReopenError):
+    default_hint = "look into the system's log for the disk: the files were not changed"
+
+
+class LogPoisoned(ReopenError):
+    default_hint = "writes are refused, reads go on: deal with the cause, then close and open the log again"
+
+
+class DiskFull(LogPoisoned):
+    default_hint = "free some space, then close and open the log again: nothing that was acknowledged is lost"
+
+
+class Closed(ReopenError):
+    default_hint = "it was closed: open it again"
+
+
+class InternalError(LowwaterError):
+    """A bug in Lowwater."""
+
+    exit_code = 70
+    default_hint = "this is a bug in Lowwater: please report it with this message"

@@ -1,0 +1,364 @@
+"""src/lowwater/config.py: where a setting comes from, what it may be, and what is said when it may not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lowwater.config import (
+    CACHE_CAPACITY,
+    GIB,
+    KEYS,
+    KIB,
+    MB,
+    MIB,
+    SPELLINGS,
+    Config,
+    WalConfig,
+    parse_bytes,
+    parse_milliseconds,
+    parse_seconds,
+)
+from lowwater.errors import InvalidConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the developer has set must not decide a test."""
+    for name in list(os.environ):
+        if name.startswith("LOWWATER_"):
+            monkeypatch.delenv(name)
+
+
+def refused(source: Any = None, **overrides: Any) -> InvalidConfig:
+    with pytest.raises(InvalidConfig) as caught:
+        Config.load(source, **overrides)
+    assert caught.value.hint, "an error says what to do next"
+    assert caught.value.__cause__ is None
+    return caught.value
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "lowwater.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_environment_wins_over_the_file_and_an_argument_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator overrides a file without editing it, a program overrides both, key by key."""
+    path = write(tmp_path, '[wal]\nsync_mode = "none"\ncompression = "none"\nrotate_max_bytes = "1 MiB"\n')
+    monkeypatch.setenv("LOWWATER_WAL__SYNC_MODE", "fsync")
+    monkeypatch.setenv("LOWWATER_WAL__COMPRESSION", "zstd")
+
+    wal = Config.load(path, wal={"sync_mode": "fdatasync"}).wal
+
+    assert (wal.sync_mode, wal.compression, wal.rotate_max_bytes) == ("fdatasync", "zstd", MIB)
+
+
+def test_the_environment_wins_over_another_spelling_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two spellings of a key conflict within one place only."""
+    monkeypatch.setenv("LOWWATER_WAL__ROTATE_MAX_BYTES", "1 MiB")
+    assert Config.load({"storage_engine": {"wal_segment_size": "2 MiB"}}).wal.rotate_max_bytes == MIB
+
+
+def test_a_config_without_a_source_has_the_defaults_and_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A test or a program that says nothing must not depend on where it runs."""
+    monkeypatch.setenv("LOWWATER_WAL__SYNC_MODE", "none")
+    assert Config().wal == WalConfig()
+    assert Config.load(Config(wal=WalConfig(sync_mode="fdatasync"))).wal.sync_mode == "fdatasync"
+
+
+def test_a_loaded_config_passes_through_unchanged(tmp_path: Path) -> None:
+    """Every layer of the program may take whatever form of configuration the one above has."""
+    path = write(tmp_path, '[wal]\ndir = "here"\nrotate_max_seconds = 0.5\ncache_capacity = 7\n')
+    config = Config.load(path)
+    assert Config.load(config) == config
+    assert Config.load(config, wal={"dir": tmp_path}).wal.dir == tmp_path
+
+
+def test_a_config_never_changes() -> None:
+    """What was checked once holds for good."""
+    config = Config()
+    with pytest.raises(ValidationError):
+        config.wal.sync_mode = "none"
+
+
+def test_the_reference_plans_own_file_is_understood() -> None:
+    """Whoever comes from the plan brings its section and its names along."""
+    plan = {"wal_segment_size": "100MB", "wal_sync_mode": "fdatasync", "wal_compression": "none"}
+    wal = Config.load({"storage_engine": plan}).wal
+    assert (wal.rotate_max_bytes, wal.sync_mode, wal.compression) == (100 * MB, "fdatasync", "none")
+    assert Config.load({"wal": plan}).wal == wal
+
+
+def test_two_spellings_with_one_value_are_accepted_and_with_two_refused() -> None:
+    """Neither of two values may win by chance."""
+    assert Config.load({"wal": {"sync_mode": "none", "wal_sync_mode": "none"}}).wal.sync_mode == "none"
+    error = refused({"wal": {"sync_mode": "none", "wal_sync_mode": "fsync"}})
+    assert "wal.sync_mode" in error.message
+    assert "wal.wal_sync_mode" in error.message
+
+
+@pytest.mark.parametrize(
+    ("written", "bytes_max", "messages_max"),
+    [("1 MiB", MIB, None), (1024, 64 * MIB, 1024), ("1024", 64 * MIB, 1024), ("1024 B", 1024, None)],
+)
+def test_a_cache_capacity_is_bytes_with_a_unit_and_messages_without(
+    written: object, bytes_max: int, messages_max: int | None
+) -> None:
+    """The plan counts messages; memory is bounded in bytes whatever is said."""
+    wal = Config.load({"wal": {"cache_capacity": written}}).wal
+    assert (wal.cache_bytes_max, wal.cache_messages_max) == (bytes_max, messages_max)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("wal.rotate_max_byte", "wal.rotate_max_bytes"),
+        ("wal.syncmode", "wal.sync_mode"),
+        ("wall.dir", "wal.dir"),
+        ("storage_engine.segment_size", "storage_engine.wal_segment_size"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(
+    tmp_path: Path, key: str, nearest: str
+) -> None:
+    """A misspelt key that is skipped leaves a default in force that nobody chose."""
+    path = write(tmp_path, f"{key} = 1\n")
+    error = refused(path)
+    assert key in error.message
+    assert error.hint.endswith(f" {nearest}")
+    assert error.path == str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("LOWWATER_WAL_SYNC_MODE", "LOWWATER_WAL__SYNC_MODE"),
+        ("LOWWATER_WAL__SYNC_MODES", "LOWWATER_WAL__SYNC_MODE"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, nearest: str
+) -> None:
+    """One underscore where two belong is the slip that everybody makes."""
+    monkeypatch.setenv(name, "none")
+    error = refused()
+    assert name in error.message
+    assert error.hint.endswith(f" {nearest}")
+
+
+@pytest.mark.parametrize("source", [{"wal": 5}, {"wal": "x"}, {"wal": None}])
+def test_a_section_that_is_a_value_is_refused(source: object) -> None:
+    """`wal = 5` is not a setting."""
+    assert "section" in refused(source).message
+
+
+def test_an_empty_section_is_fine_when_it_is_known() -> None:
+    """A file with everything commented out is a file with the defaults."""
+    assert Config.load({"wal": {}, "storage_engine": {}}) == Config()
+    assert "shipping" in refused({"shipping": {}}).message
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("1B", 1),
+        ("8KB", 8000),
+        ("8 KiB", 8 * KIB),
+        ("100MB", 100 * MB),
+        (" 64 MiB ", 64 * MIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("2gib", 2 * GIB),
+        ("1 TB", 10**12),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: object, size: int) -> None:
+    """KB is a thousand bytes, KiB is 1,024, everywhere."""
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "milliseconds"),
+    [
+        (250, 250),
+        ("250", 250),
+        ("250ms", 250),
+        ("10s", 10_000),
+        ("5 min", 300_000),
+        ("24h", 86_400_000),
+        ("0.5 s", 500),
+        ("7d", 604_800_000),
+    ],
+)
+def test_durations_are_read_as_people_write_them(text: object, milliseconds: int) -> None:
+    """A plain number has the unit that ends the key's name."""
+    assert parse_milliseconds(text) == milliseconds
+    if isinstance(text, str) and not text.isdecimal():
+        assert parse_seconds(text) == milliseconds / 1000
+    else:
+        assert parse_seconds(text) == milliseconds
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_milliseconds])
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1,
+        "-1",
+        "",
+        " ",
+        "x",
+        "1 parsec",
+        "1..5 s",
+        "1 2",
+        "1e3",
+        "0x10",
+        "٣",
+        True,
+        None,
+        [],
+        0.5,
+        "1.0001",
+        2**63,
+    ],
+)
+def test_what_is_no_amount_is_refused(parse: Callable[[object], int], value: object) -> None:
+    """Nothing is guessed: neither truth values, nor half bytes, nor what follows a unit."""
+    with pytest.raises(ValueError, match=r"must be|has the unit"):
+        parse(value)
+
+
+@given(
+    value=st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.integers()))
+)
+def test_no_value_of_any_key_gives_anything_but_a_config_or_a_typed_error(value: object) -> None:
+    """No input shows a user the inside of a library."""
+    for key in (*KEYS, *SPELLINGS, CACHE_CAPACITY):
+        section, name = key.split(".")
+        with contextlib.suppress(InvalidConfig):
+            Config.load({section: {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("rotate_max_bytes", "5 KB", 'wal.rotate_max_bytes = "5 KB" must be at least 64 KiB'),
+        ("rotate_max_bytes", "3 GiB", 'wal.rotate_max_bytes = "3 GiB" must be at most 2 GiB'),
+        ("rotate_max_seconds", 0, "wal.rotate_max_seconds = 0 must be above 0"),
+        ("fsync_max_batch_bytes", "33 MiB", 'wal.fsync_max_batch_bytes = "33 MiB" must be at most 32 MiB'),
+        ("fsync_max_batch_bytes", 0, "wal.fsync_max_batch_bytes = 0 must be at least 1 B"),
+        ("entry_bytes_max", "32 MiB", 'wal.entry_bytes_max = "32 MiB" must be at most 31 MiB'),
+        ("sync_mode", "always", "wal.sync_mode = \"always\" must be one of 'fsync', 'fdatasync' or 'none'"),
+        ("dir", "", 'wal.dir = "" must be a path'),
+    ],
+)
+def test_a_value_out_of_range_is_told_with_its_limit(
+    tmp_path: Path, key: str, value: object, reason: str
+) -> None:
+    """Whoever reads it can correct it without looking anything up."""
+    path = write(tmp_path, f"[wal]\n{key} = {value!r}\n")
+    error = refused(path)
+    assert error.message == reason
+    assert error.path == str(path)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    """Nobody corrects a file one error at a time."""
+    error = refused({"wal": {"sync_mode": "x", "compression": "y"}})
+    assert "wal.sync_mode" in error.message
+    assert "wal.compression" in error.message
+
+
+def test_a_variable_out_of_range_is_told_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place to correct is the one that was read."""
+    monkeypatch.setenv("LOWWATER_WAL__SYNC_MODE", "always")
+    assert 'LOWWATER_WAL__SYNC_MODE = "always"' in refused().message
+
+
+def test_an_entry_that_could_never_be_queued_is_refused() -> None:
+    """Its writer would wait for ever."""
+    error = refused({"wal": {"entry_bytes_max": "2 MiB", "queue_bytes_max": "1 MiB"}})
+    assert "queue_bytes_max" in error.message
+
+
+def test_a_variable_is_put_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file serves many machines."""
+    monkeypatch.setenv("PLACE", "/srv")
+    assert Config.load({"wal": {"dir": "${PLACE}/wal"}}).wal.dir == Path("/srv/wal")
+    assert Config.load({"wal": {"dir": "$${PLACE}/wal"}}).wal.dir == Path("${PLACE}/wal")
+
+
+@pytest.mark.parametrize("text", ["${PLACE", "${}", "${A-B}"])
+def test_a_broken_variable_is_refused(text: str) -> None:
+    """It would become part of a path."""
+    assert text in refused({"wal": {"dir": text}}).message
+
+
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty text in its place would be a wrong path."""
+    monkeypatch.delenv("PLACE", raising=False)
+    assert "PLACE" in refused({"wal": {"dir": "${PLACE}/wal"}}).message
+
+
+def test_an_error_does_not_give_away_what_a_variable_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors end in logs."""
+    monkeypatch.setenv("PASSWORD", "hunter2")
+    error = refused({"wal": {"sync_mode": "${PASSWORD}"}})
+    assert "${PASSWORD}" in error.message
+    assert "hunter2" not in f"{error} {error.hint} {error.as_dict()} {error!r}"
+
+
+@pytest.mark.parametrize("content", [b"[wal", b"wal = ", b"\xff\xfe", b"[wal]\nsync_mode = none\n"])
+def test_a_file_that_is_not_toml_is_refused_with_its_path(tmp_path: Path, content: bytes) -> None:
+    """The parser says the line, we say the file."""
+    path = tmp_path / "lowwater.toml"
+    path.write_bytes(content)
+    assert refused(path).path == str(path)
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> None:
+    """A configuration that was asked for is never skipped."""
+    assert refused(tmp_path / "missing.toml").path == str(tmp_path / "missing.toml")
+    assert refused(tmp_path).path == str(tmp_path)
+
+
+def test_the_documentation_lists_each_key_with_its_default() -> None:
+    """The table is what people read; the fields are what counts."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    documented = {f"wal.{key}": default.strip("` ") for key, default in rows}
+    assert sorted(documented) == sorted(KEYS)
+    for key, default in documented.items():
+        actual = getattr(WalConfig(), key.removeprefix("wal."))
+        if isinstance(actual, int):
+            assert parse_bytes(default) == actual, key
+        else:
+            assert default == str(actual).lower(), key
+
+
+def test_the_documentation_lists_each_other_spelling() -> None:
+    """A spelling that nobody can find is of no use."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| (`\w+\.\w+`.*) \| `(wal\.\w+)` \|$", text, re.MULTILINE)
+    documented = {spelling: key for left, key in rows for spelling in re.findall(r"`(\w+\.\w+)`", left)}
+    assert documented.pop(CACHE_CAPACITY) in KEYS
+    assert documented == SPELLINGS

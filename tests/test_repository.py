@@ -1,0 +1,139 @@
+"""The repository itself: the links, the names that only one module may use, and what gets into a wheel."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "lowwater"
+
+# Folders that hold Python, but belong to no installation.
+OUTSIDE = {"bench", "tests"}
+LAYERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in OUTSIDE)
+FUTURE_LAYERS = {"engine", "tiering", "recovery", "raft", "spark", "chaos"}
+
+
+def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_bytes(), path)
+
+
+def test_every_folder_at_the_top_is_linked_and_imports_by_its_name() -> None:
+    """A folder without its link is missing from every installation, and no other test may notice."""
+    assert "engine" in LAYERS
+    for name in LAYERS:
+        link = PACKAGE / name
+        assert link.is_symlink(), f"add it: ln -s ../../{name} src/lowwater/{name}"
+        assert os.readlink(link) == f"../../{name}", "a relative link works in every clone"
+        module = importlib.import_module(f"lowwater.{name}")
+        assert Path(module.__file__ or "").resolve() == ROOT / name / "__init__.py"
+
+
+def test_every_link_leads_to_a_folder_at_the_top() -> None:
+    """A link to nothing breaks the wheel, not the checkout."""
+    links = sorted(path.name for path in PACKAGE.iterdir() if path.is_symlink())
+    assert links == LAYERS
+
+
+def test_no_module_is_imported_by_the_name_of_its_folder() -> None:
+    """`import engine` makes a second module of the same file, with classes that equal no others."""
+    for path, tree in sources(*LAYERS, "src", "tests", "bench"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                assert name.split(".")[0] not in FUTURE_LAYERS, f"{path}:{node.lineno} imports bare {name}"
+
+
+def test_the_engine_opens_no_file_by_itself() -> None:
+    """A file that is opened past the seams is one that the crash tests cannot lose."""
+    for path, tree in sources("engine"):
+        if path == Path("engine/real.py"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "open", f"{path}:{node.lineno} calls open(): take Files"
+            if isinstance(node, ast.ImportFrom):
+                names = {alias.name for alias in node.names}
+                assert not names & {"open", "Path"}, f"{path}:{node.lineno} imports {names}: take Files"
+
+
+def test_lint_refuses_each_name_that_has_an_owner() -> None:
+    """A ban that does not bite, for a slip in its name, is worse than none."""
+    banned = {
+        "import time\ntime.time()\n": "time.time",
+        "from time import monotonic\nmonotonic()\n": "time.monotonic",
+        "import time\ntime.perf_counter()\n": "time.perf_counter",
+        "import random\n": "random",
+        "from random import Random\n": "random",
+        "import uuid\nuuid.uuid4()\n": "uuid.uuid4",
+        "import os\nos.urandom(1)\n": "os.urandom",
+        "import secrets\n": "secrets",
+        "import threading\nthreading.Thread()\n": "threading.Thread",
+        **{f"import {name}\n": name for name in FUTURE_LAYERS},
+        **{f"from {name} import x\n": name for name in FUTURE_LAYERS},
+    }
+    ruff = Path(sys.executable).parent / "ruff"
+    command: list[str | Path] = [
+        ruff,
+        "check",
+        "--no-cache",
+        "--config",
+        ROOT / "pyproject.toml",
+        "--select",
+        "TID251",
+    ]
+    for code, name in banned.items():
+        for path, refused in (("engine/wal.py", True), ("engine/real.py", False)):
+            done = subprocess.run(
+                [*command, "--stdin-filename", ROOT / path, "-"],
+                input=code,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode != 0) == refused, f"{path}, {name}: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+def test_a_wheel_from_a_source_distribution_holds_the_modules_behind_the_links(tmp_path: Path) -> None:
+    """Other build back ends drop them without a word."""
+    clone = tmp_path / "clone"
+    leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests", "bench")
+    shutil.copytree(ROOT, clone, symlinks=True, ignore=leave_out)
+
+    def build(directory: Path, kind: str) -> Path:
+        script = f"import sys, setuptools.build_meta as build; build.build_{kind}(sys.argv[1])"
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (built,) = tmp_path.glob("*.tar.gz" if kind == "sdist" else "*.whl")
+        return built
+
+    with tarfile.open(build(clone, "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    with zipfile.ZipFile(build(unpacked, "wheel")) as wheel:
+        held = {name for name in wheel.namelist() if name.startswith("lowwater/")}
+
+    expected = {"lowwater/py.typed", *(f"lowwater/{path.name}" for path in PACKAGE.glob("*.py"))}
+    for folder in (*(ROOT / name for name in LAYERS), PACKAGE / "cli"):
+        expected |= {f"lowwater/{path.relative_to(folder.parent)}" for path in folder.rglob("*.py")}
+    assert held == expected
