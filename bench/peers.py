@@ -20,8 +20,8 @@ from typing import Any
 from bench import loops, payloads
 from bench.loops import Contender, Job, Result
 
-# The raw loop's file and our log's segments are of one size: zeroed, synced, and written over.
-SEGMENT_BYTES = 256 << 20
+# The raw loop's file and our log's segments are of one size, our default: zeroed, synced, and written over.
+SEGMENT_BYTES = 100_000_000
 CHUNK_BYTES = 1 << 20
 
 # Unsynced writes ahead of the measurement, until RocksDB has old log files to write over: it fills a new one
@@ -362,7 +362,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name="raw",
             label="raw loop",
             run=raw_batches,
-            configuration=f"{_RAW}; a file of 256 MiB, zeroed and synced before, written over and over",
+            configuration=f"{_RAW}; a file of 100 MB, zeroed and synced before, written over and over",
         ),
         Contender(
             name="rocksdb",

@@ -141,7 +141,7 @@ class FaultyFile:
         self._check_open()
         return self._files.perform("read", self._path, effect, offset=offset, size=size, life=self._life)
 
-    def write_at(self, offset: int, buffers: Sequence[bytes]) -> int:
+    def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         data = b"".join(buffers)
 
         def effect(fault: Fault) -> int:
@@ -161,7 +161,9 @@ class FaultyFile:
             return count
 
         self._check_open(writing=True)
-        return self._files.perform("write", self._path, effect, offset=offset, data=data, life=self._life)
+        count = self._files.perform("write", self._path, effect, offset=offset, data=data, life=self._life)
+        self.sync(sync)
+        return count
 
     def sync(self, mode: SyncMode) -> None:
         # Only what was written when it began: a sync may be slow, and others may write meanwhile.

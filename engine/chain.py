@@ -147,7 +147,7 @@ def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
 
     `entry_of` is the decoded entry for those two kinds.
     """
-    if kind == Kind.CREATE:
+    if kind == Kind.CREATE and not flags & Flag.REFUSED:
         if not chain.is_empty:
             raise InvalidEntry("a log has one `create` entry, its first", hint="open a new directory for a new log")
         assert entry_of is not None

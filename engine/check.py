@@ -7,13 +7,14 @@ every frame, the rule by which it was cut, and that its footer is the one that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
 from blake3 import blake3
 
 from lowwater.engine import format
 from lowwater.engine.chain import CHANGES_OWNER, Chain, same_cut
+from lowwater.engine.compress import CompressedSegment, open_segment_file, verify_stored
 from lowwater.engine.directory import (
     CURRENT,
     DirectoryNames,
@@ -181,15 +182,17 @@ def _check_follows(segment: Segment, before: Segment | None, chain: Chain | None
 
 
 def check_segment(files: Files, path: str) -> Iterator[Finding]:
-    """Every finding about one sealed segment, by itself."""
+    """Every finding about one sealed segment, raw or compressed, by itself."""
     return (step for step in check_segment_steps(files, path) if isinstance(step, Finding))
 
 
 def check_segment_steps(files: Files, path: str) -> Iterator[Step]:
     try:
         with typed_errors(path, "check the segment"):
-            file = files.open(path)
+            file = open_segment_file(files, path)
             try:
+                if isinstance(file, CompressedSegment):
+                    yield from _check_stored(file, path)
                 yield from _check_complete(file, path, None, None, sealed=True)
             finally:
                 file.close()
@@ -197,9 +200,16 @@ def check_segment_steps(files: Files, path: str) -> Iterator[Step]:
         yield _finding(error, path)
 
 
+def _check_stored(file: CompressedSegment, path: str) -> Iterator[Step]:
+    try:
+        verify_stored(file.stored)
+    except LowwaterError as error:
+        yield _finding(error, path)
+
+
 def _check_complete(
     file: File, path: str, seq_first: int | None, seq_last: int | None, *, sealed: bool
-) -> Iterator[Step]:
+) -> Generator[Step, None, Segment | None]:
     """Check a complete segment; the generator's value is what is known of it, or None."""
     size = file.size()
     header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
@@ -261,7 +271,7 @@ def _check_blocks(file: File, path: str, header: SegmentHeader, trailer: Segment
 
 def _check_footer(
     file: File, path: str, header: SegmentHeader, trailer: SegmentTrailer | None, scan: Scan
-) -> Iterator[Step]:
+) -> Generator[Step, None, Segment]:
     """Whether the footer is the one that the frames give. The value is the segment."""
     steps = footer_steps(file, scan.positions, scan.end, block_bytes=header.block_bytes)
     while True:

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import get_args
 from zlib import crc32
 
 import cbor2
@@ -232,6 +233,25 @@ class Hint:
         )
         return _HINT_MAGIC + format.U32.pack(crc32(body)) + body
 
+    @classmethod
+    def decode(cls, data: bytes) -> Hint | None:
+        """None for anything that `encode` has not made."""
+        start = len(_HINT_MAGIC) + format.U32.size
+        body = data[start:]
+        if data[: len(_HINT_MAGIC)] != _HINT_MAGIC or len(data) < start:
+            return None
+        if format.U32.unpack_from(data, len(_HINT_MAGIC))[0] != crc32(body):
+            return None
+        try:
+            fields = cbor2.loads(body)
+        except Exception:  # noqa: BLE001 - cbor2 raises whatever its decoding of hostile bytes runs into
+            return None
+        if type(fields) is not list or len(fields) != 4 or fields[3] not in get_args(SyncMode):
+            return None
+        if any(type(number) is not int or not 0 <= number <= format.SEQ_MAX for number in fields[:3]):
+            return None
+        return cls(*fields)
+
 
 _HINT_MAGIC = b"LWHINT\r\n"
 
@@ -262,10 +282,4 @@ def read_hint(files: Files, directory: str) -> Hint | None:
         data = file.read_at(0, 4096)
     finally:
         file.close()
-    start = len(_HINT_MAGIC) + format.U32.size
-    body = data[start:]
-    if data[: len(_HINT_MAGIC)] != _HINT_MAGIC or len(data) < start:
-        return None
-    if format.U32.unpack_from(data, len(_HINT_MAGIC))[0] != crc32(body):
-        return None
-    return Hint(*cbor2.loads(body))
+    return Hint.decode(data)

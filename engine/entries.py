@@ -110,6 +110,8 @@ _VALUE_FLAGS = int(Flag.REFUSED | Flag.VALUE_REF)
 
 def _decode_value_flags(flags: int, extras: Extras | None, value: bytes) -> tuple[Extras, bytes]:
     assert extras is not None
+    if flags & _VALUE_FLAGS == _VALUE_FLAGS:
+        raise Corrupt("an entry is refused and has a value")
     if flags & Flag.REFUSED:
         if len(value) != format.U16.size:
             raise Corrupt("a refused entry does not carry a code of two bytes")

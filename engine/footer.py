@@ -80,6 +80,15 @@ class StreamRange(NamedTuple):
     frames: array[int]
 
 
+def stream_offset_of(data: bytes, at: int, flags: int) -> int:
+    """The offset that a message has in its stream."""
+    if not flags & Flag.STREAM_OFFSET:
+        raise Corrupt("a message has no offset in its stream")
+    start = at + format.FRAME_FIXED_BYTES + format.GROUP_BYTES[flags & (Flag.STREAM_OFFSET - 1)]
+    offset: int = format.U64.unpack_from(data, start)[0]
+    return offset
+
+
 class KeyIndex:
     """Sorts the key index without ever sorting for long: by the top byte of the hash."""
 
@@ -126,12 +135,10 @@ def read_window(data: bytes, base: int, positions: Sequence[int], frame_first: i
             continue
         start = at + format.FRAME_FIXED_BYTES
         if flags:
-            extras, start = format.decode_extras(flags, data, start, at + format.FRAME_BYTES + length)
-            if kind == Kind.APPEND:
-                if extras.stream_offset is None:
-                    raise Corrupt("a message has no offset in its stream", offset=position)
-                streams.append((data[start : start + bucket_len], extras.stream_offset, frame))
-        if kind != Kind.APPEND:
+            _, start = format.decode_extras(flags, data, start, at + format.FRAME_BYTES + length)
+        if kind == Kind.APPEND:
+            streams.append((data[start : start + bucket_len], stream_offset_of(data, at, flags), frame))
+        else:
             key_index.append(crc32(data[start : start + bucket_len + key_len]) << 32 | frame)
     return Window(key_index, kind_counts, streams)
 

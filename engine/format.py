@@ -393,6 +393,8 @@ class SegmentHeader(NamedTuple):
             raise Corrupt("the segment header says that it begins before the segment that it follows", offset=0)
         if not BLOCK_BYTES_MIN <= header.block_bytes <= BLOCK_BYTES_MAX:
             raise Corrupt(f"the segment header has a block size of {header.block_bytes}", offset=0)
+        if header.compression > max(Compression):
+            raise NewerVersion(f"the compression {header.compression} is not known to this version")
         if not SEGMENT_BYTES_MIN <= header.segment_bytes <= SEGMENT_BYTES_MAX:
             raise Corrupt(f"the segment header has a segment size of {header.segment_bytes}", offset=0)
         if header.encode() != data:

@@ -43,7 +43,7 @@ class MemoryFile:
         # A copy of a copy: with a memoryview between them, another thread could not grow the file.
         return bytes(self._inode.data[offset : offset + size])
 
-    def write_at(self, offset: int, buffers: Sequence[bytes]) -> int:
+    def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         self._check_open(writing=True)
         joined = b"".join(buffers)
         data = self._inode.data

@@ -79,17 +79,19 @@ def raise_times(payloads: Sequence[bytes], time_us: int) -> Sequence[bytes]:
 
 
 def cut(
-    chain: Chain, seqs: Sequence[int], payloads: Sequence[bytes], *, batch_bytes_max: int
+    chain: Chain, seqs: Sequence[int], payloads: Sequence[bytes], sizes: list[int], *, batch_bytes_max: int
 ) -> tuple[list[Piece], Chain]:
-    """The pieces of `payloads`, whose seqs are known to rise, and the chain after them."""
+    """The pieces of `payloads`, whose lengths are `sizes` and whose seqs are known to rise, and the chain
+    after them."""
     payloads = raise_times(payloads, chain.time_us)
-    sizes = list(map(len, payloads))
     frames_bytes = sum(sizes) + FRAME_BYTES * len(sizes)
     plain = True
     for head in {payload[:3] for payload in payloads}:
         kind, flags = head[0], head[1] | head[2] << 8
         if format.KIND_NAMES[kind] is None or flags & ~format.FLAGS_KNOWN:
             raise InvalidEntry(f"entries of kind {kind} with flags {flags:#x} do not exist")
+        if kind == Kind.APPEND and not flags & (Flag.STREAM_OFFSET | Flag.REFUSED):
+            raise InvalidEntry("a message needs its offset in its stream")
         if kind >= _KNOWN_FIRST_CONTROL or flags & Flag.GROUP:
             plain = False
     if (
@@ -107,7 +109,7 @@ def _cut_one(
 ) -> tuple[list[Piece], Chain]:
     """The common case: entries that neither begin nor end anything."""
     data = format.encode_frames(seqs, payloads, sizes)
-    positions = array("I", accumulate(map(FRAME_BYTES.__add__, sizes), initial=chain.body_bytes))
+    positions = _positions(chain.body_bytes, sizes)
     body_bytes = positions.pop()
     time_us = int.from_bytes(payloads[-1][format.TIME_SLICE], "little")
     seq_last = seqs[-1]
@@ -129,6 +131,12 @@ def _cut_one(
     return [piece], after
 
 
+def _positions(offset: int, sizes: list[int]) -> array[int]:
+    """Where frames with payloads of these sizes begin, and where the last of them ends."""
+    # From a list, because an array grows by single items from anything else.
+    return array("I", [*accumulate(map(FRAME_BYTES.__add__, sizes), initial=offset)])
+
+
 def _cut_each(
     chain: Chain, seqs: Sequence[int], payloads: Sequence[bytes], sizes: list[int], batch_bytes_max: int
 ) -> tuple[list[Piece], Chain]:
@@ -142,7 +150,7 @@ def _cut_each(
         nonlocal run_start, before_run, starts_segment
         offset = before_run.body_bytes or format.HEADER_BYTES
         run_sizes = sizes[run_start:stop]
-        positions = array("I", accumulate(map(FRAME_BYTES.__add__, run_sizes), initial=offset))
+        positions = _positions(offset, run_sizes)
         positions.pop()
         pieces.append(
             Piece(

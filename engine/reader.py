@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Protocol
 
 from blake3 import blake3
@@ -21,7 +22,7 @@ from lowwater.engine import format
 from lowwater.engine.directory import Segment, read_trailer, typed_errors
 from lowwater.engine.entries import Entry, decode_frames
 from lowwater.engine.footer import segment_hash
-from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, SegmentHeader, SegmentTrailer
+from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES, SegmentHeader, SegmentTrailer
 from lowwater.engine.ring import Chunk
 from lowwater.engine.seams import File
 from lowwater.engine.store import CurrentSegment
@@ -88,60 +89,96 @@ class SealedReader:
                 raise Corrupt("a block's hash does not match", offset=offset + at)
         return offset, data
 
+    def seq_before_time(self, time_us: int) -> int:
+        return self._first_frame(time_of, time_us)[1]
+
+    def _first_frame(self, measure: Measure, lowest: int) -> tuple[int, int]:
+        positions = self.positions
+        frame, before = first_frame(self._file, positions, len(positions), self._verified, measure, lowest)
+        return frame, self.header.seq_before if before is None else seq_of(before)
+
+    def _verified(self, position: int) -> bytes:
+        offset, data = self.read_verified(position, position + FRAME_FIXED_BYTES)
+        return data[position - offset :][:FRAME_FIXED_BYTES]
+
     def chunks_after(self, seq: int) -> Iterator[Chunk]:
         positions, body_bytes = self.positions, self.trailer.body_bytes
-        frame = first_frame_after(self._file, positions, len(positions), seq)
-        seq_before = self.header.seq_before if frame == 0 else _seq_at(self._file, positions[frame - 1])
+        frame, seq_before = 0, self.header.seq_before
+        if seq > seq_before:
+            frame, seq_before = self._first_frame(seq_of, seq + 1)
         while frame < len(positions):
             start = positions[frame]
             stop = max(bisect_right(positions, start + CHUNK_BYTES) - 1, frame + 1)
             end = positions[stop] if stop < len(positions) else body_bytes
+            if not HEADER_BYTES <= start < end <= body_bytes:
+                raise Corrupt("the positions in the footer do not rise", offset=body_bytes)
             offset, data = self.read_verified(start, end)
-            seq_last = int.from_bytes(data[positions[stop - 1] - offset :][:8], "little")
+            seq_last = seq_of(data[positions[stop - 1] - offset :][:8])
             yield Chunk(seq_before, seq_last, data, start - offset, end - offset, verified=True)
             seq_before, frame = seq_last, stop
 
 
-def _seq_at(file: File, position: int) -> int:
-    return int.from_bytes(file.read_at(position, 8), "little")
+# What a search goes by: the seq or the time of a frame, from its first bytes.
+Measure = Callable[[bytes], int]
 
 
-def _time_at(file: File, position: int) -> int:
-    start = position + FRAME_BYTES + format.TIME_SLICE.start
-    return int.from_bytes(file.read_at(start, 8), "little")
+def seq_of(frame: bytes) -> int:
+    return int.from_bytes(frame[:8], "little")
 
 
-def first_frame_after(file: File, positions: array[int], frame_count: int, seq: int) -> int:
-    """The number of the first frame above `seq`; `frame_count` where there is none."""
+def time_of(frame: bytes) -> int:
+    start = FRAME_BYTES + format.TIME_SLICE.start
+    return int.from_bytes(frame[start : start + 8], "little")
+
+
+def first_frame(
+    file: File,
+    positions: array[int],
+    frame_count: int,
+    verified: Callable[[int], bytes],
+    measure: Measure,
+    lowest: int,
+) -> tuple[int, bytes | None]:
+    """The number of the first frame that measures at least `lowest`, and the first bytes of the one before it.
+
+    The search looks at bytes that nobody has verified, and one flipped bit leads it past good frames. So
+    what it found and what comes before it are read again by `verified`: between them lies the answer.
+    """
     low, high = 0, frame_count
     while low < high:
         middle = (low + high) // 2
-        if _seq_at(file, positions[middle]) <= seq:
+        if measure(file.read_at(positions[middle], FRAME_FIXED_BYTES)) < lowest:
             low = middle + 1
         else:
             high = middle
-    return low
+    before = verified(positions[low - 1]) if low else None
+    if before is not None and measure(before) >= lowest:
+        raise Corrupt("the frames of the segment are not in order", offset=positions[low - 1])
+    if low < frame_count and measure(verified(positions[low])) < lowest:
+        raise Corrupt("the frames of the segment are not in order", offset=positions[low])
+    return low, before
 
 
-def first_frame_from_time(file: File, positions: array[int], frame_count: int, time_us: int) -> int:
-    """The number of the first frame at or after `time_us`: times never fall."""
-    low, high = 0, frame_count
-    while low < high:
-        middle = (low + high) // 2
-        if _time_at(file, positions[middle]) < time_us:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _verified_frame(file: File, position: int) -> bytes:
+    """The first bytes of a frame of which there is nothing but its own checksum to go by."""
+    head = file.read_at(position, FRAME_BYTES)
+    if len(head) == FRAME_BYTES:
+        seq, length, checksum = format.FRAME.unpack(head)
+        payload = file.read_at(position + FRAME_BYTES, min(length, format.PAYLOAD_BYTES_MAX))
+        if len(payload) == length and format.frame_checksum(seq, payload) == checksum:
+            return head + payload[: format.FIXED_BYTES]
+    raise Corrupt("a frame's checksum does not match", offset=position)
 
 
 def _unsealed_chunks(
     file: File, seq_before: int, positions: array[int], frame_count: int, end: int, seq: int
 ) -> Iterator[Chunk]:
     """Chunks of a segment without a footer, up to `end`, the place up to which it is durable."""
-    frame = first_frame_after(file, positions, frame_count, seq)
-    if frame:
-        seq_before = _seq_at(file, positions[frame - 1])
+    frame = 0
+    if seq > seq_before:
+        verified = partial(_verified_frame, file)
+        frame, before = first_frame(file, positions, frame_count, verified, seq_of, seq + 1)
+        seq_before = seq_before if before is None else seq_of(before)
     while frame < frame_count:
         start = positions[frame]
         stop = min(max(bisect_right(positions, start + CHUNK_BYTES) - 1, frame + 1), frame_count)
@@ -149,7 +186,7 @@ def _unsealed_chunks(
         data = file.read_at(start, chunk_end - start)
         if len(data) != chunk_end - start:
             raise Corrupt("the segment is shorter than it was", offset=start + len(data))
-        seq_last = _seq_at(file, positions[stop - 1])
+        seq_last = seq_of(data[positions[stop - 1] - start :][:8])
         yield Chunk(seq_before, seq_last, data, 0, len(data), verified=False)
         seq_before, frame = seq_last, stop
 
@@ -181,7 +218,8 @@ def read_chunks(
                 seq = view.header.seq_before
             with typed_errors(view.path, "read the log"):
                 for chunk in view.chunks_after(seq):
-                    assert chunk.seq_before <= seq < chunk.seq_last, "chunks do not follow one another"
+                    if not chunk.seq_before <= seq < chunk.seq_last:
+                        raise Corrupt("the frames of the segment do not follow one another", seq=chunk.seq_last)
                     yield chunk
                     seq = chunk.seq_last
                     if seq_stop is not None and seq >= seq_stop:
@@ -228,13 +266,13 @@ class _View:
         )
 
     def seq_before_time(self, time_us: int) -> int:
-        positions, frame_count = self._positions, self._frame_count
         if self._sealed:
-            reader = SealedReader(self.file)
-            positions, frame_count = reader.positions, len(reader.positions)
+            return SealedReader(self.file).seq_before_time(time_us)
+        positions, frame_count = self._positions, self._frame_count
         assert positions is not None
-        frame = first_frame_from_time(self.file, positions, frame_count, time_us)
-        return _seq_at(self.file, positions[frame - 1]) if frame else self.header.seq_before
+        verified = partial(_verified_frame, self.file)
+        _, before = first_frame(self.file, positions, frame_count, verified, time_of, time_us)
+        return self.header.seq_before if before is None else seq_of(before)
 
     def close(self) -> None:
         self.file.close()

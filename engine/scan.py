@@ -17,7 +17,7 @@ from lowwater.engine import format
 from lowwater.engine.chain import FIRST_CONTROL_KIND, Chain, before_segment
 from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, Flag, SegmentHeader
 from lowwater.engine.pieces import GroupWalk, step
-from lowwater.errors import DataError, InputError
+from lowwater.errors import DataError, InputError, NewerVersion
 
 READ_BYTES = 2**20
 _ZEROS = bytes(READ_BYTES)
@@ -70,7 +70,7 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
             if frame_end > size:
                 needed = FRAME_BYTES + length
                 break
-            if seq <= seq_last or checksum != crc32(
+            if seq <= seq_last or length < format.FIXED_BYTES or checksum != crc32(
                 view[position + 16 : frame_end], crc32(view[position : position + 12])
             ):
                 break
@@ -95,6 +95,8 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
                 payload = data[position + FRAME_BYTES : frame_end]
                 try:
                     chain, _, scan.complete = step(chain, seq, payload, FRAME_BYTES + length, walk)
+                except NewerVersion:
+                    raise
                 except (DataError, InputError) as error:
                     problem = error.message
                     break
@@ -111,11 +113,11 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
         # Either the frame at `position` is not wholly in `data`, or it is not a frame.
         available = stop - (offset + position)
         if size - position >= needed and size - position >= format.FRAME_FIXED_BYTES:
-            problem = _why_not_a_frame(data, position, seq_last)
+            problem = why_not_a_frame(data, position, seq_last)
             break
         if available < format.FRAME_FIXED_BYTES or needed > available:
             problem = "a frame is cut short" if available else None
-            if available and _all_zero(file, offset + position, stop):
+            if available and all_zero(file, offset + position, stop):
                 problem = None
             elif needed > available:
                 problem = "a frame is longer than what is left"
@@ -136,7 +138,7 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
     elif chain.body_bytes:
         scan.chain = chain._replace(seq_last=seq_last, time_us=time_us, body_bytes=end)
     scan.end = end
-    if problem is not None and _all_zero(file, end, stop):
+    if problem is not None and all_zero(file, end, stop):
         problem = None
     scan.problem, scan.problem_offset = problem, end
     if good is not None:
@@ -148,7 +150,7 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
     return scan
 
 
-def _why_not_a_frame(data: bytes, position: int, seq_last: int) -> str:
+def why_not_a_frame(data: bytes, position: int, seq_last: int) -> str:
     seq, length, _ = format.FRAME.unpack_from(data, position)
     if not length and not seq:
         return "there is no frame here"
@@ -161,7 +163,7 @@ def _why_not_a_frame(data: bytes, position: int, seq_last: int) -> str:
     return f"seq {seq} follows seq {seq_last}"
 
 
-def _all_zero(file: Readable, start: int, stop: int) -> bool:
+def all_zero(file: Readable, start: int, stop: int) -> bool:
     while start < stop:
         data = file.read_at(start, min(READ_BYTES, stop - start))
         if not data:

@@ -60,9 +60,10 @@ class File(Protocol):
         """`size` bytes from `offset`; fewer only at the end of the file."""
         ...
 
-    def write_at(self, offset: int, buffers: Sequence[bytes]) -> int:
+    def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         """Write the buffers one after the other. Returns how many bytes went in, which may be fewer
-        than were given: `write_all` goes on from there."""
+        than were given: `write_all` goes on from there. With a sync mode, what went in survives a power
+        loss once this returns; it says nothing of other writes to the file."""
         ...
 
     def sync(self, mode: SyncMode) -> None:
@@ -108,14 +109,14 @@ class Files(Protocol):
         ...
 
 
-def write_all(file: File, offset: int, buffers: Sequence[bytes]) -> None:
+def write_all(file: File, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> None:
     """Write every byte of the buffers at `offset`, whatever number of calls that takes."""
     total = sum(map(len, buffers))
-    written = file.write_at(offset, buffers)
+    written = file.write_at(offset, buffers, sync)
     if written == total:
         return
     rest = memoryview(b"".join(buffers))
     while written < total:
-        count = file.write_at(offset + written, [bytes(rest[written:])])
+        count = file.write_at(offset + written, [bytes(rest[written:])], sync)
         assert count > 0, "a file system took no bytes and raised no error"
         written += count

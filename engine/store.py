@@ -9,6 +9,7 @@ Always true:
 
 from __future__ import annotations
 
+import errno
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
@@ -33,7 +34,6 @@ from lowwater.engine.recover import Current, Recovered, hasher_of, repair_curren
 from lowwater.engine.seams import Clock, File, Files, SyncMode, write_all
 
 BEFORE_WRITE = Failpoint("wal.before_write")
-BEFORE_SYNC = Failpoint("wal.before_sync")
 AFTER_SYNC = Failpoint("wal.after_sync")
 BEFORE_ROTATE = Failpoint("wal.before_rotate")
 AFTER_ROTATE = Failpoint("wal.after_rotate")
@@ -43,8 +43,8 @@ AFTER_SEAL = Failpoint("wal.after_seal")
 BEFORE_HINT = Failpoint("wal.before_hint")
 
 # Overwriting zeros that are synced already halves the time of a sync: no block is allocated and no size
-# changes. A new log zeroes this much at once; the files after its first are zeroed whole, in advance.
-FIRST_ZEROED_BYTES = 8 * 2**20
+# changes. The first file of a log is zeroed by so much at a time, the others whole, in advance.
+ZEROED_BYTES = 8 * 2**20
 ZERO_STEP_BYTES = 2**20
 # A log that stays small never pays for a spare.
 SPARE_AFTER_BYTES = 4 * 2**20
@@ -70,7 +70,7 @@ class CurrentSegment:
 
     __slots__ = (
         "body_bytes", "durable_bytes", "durable_frames", "durable_seq_last", "durable_time_us", "file",
-        "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us",
+        "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us", "zeroed_bytes",
     )  # fmt: skip
 
     def __init__(self, file: File, header: SegmentHeader, hasher: BlockHasher) -> None:
@@ -79,6 +79,8 @@ class CurrentSegment:
         self.hasher = hasher
         self.positions = array("I")
         self.body_bytes = 0
+        # Up to here the file has data or synced zeros.
+        self.zeroed_bytes = 0
         self.durable_bytes = 0
         self.durable_frames = 0
         # Whether there is anything in it but what shipping itself writes, which must not make segments.
@@ -161,6 +163,7 @@ class SegmentStore:
         current = CurrentSegment(file, found.header, hasher_of(file, end, found.header.block_bytes))
         current.positions = found.scan.positions
         current.body_bytes = end
+        current.zeroed_bytes = file.size()
         current.seq_last = found.scan.chain.seq_last
         current.time_last_us = found.scan.chain.time_us
         first = file.read_at(HEADER_BYTES, FRAME_FIXED_BYTES)
@@ -184,18 +187,20 @@ class SegmentStore:
             current = self._begin(first.starts_segment, first.seq_first)
             head = current.header.encode()
             current.hasher.add(head)
+            if HEADER_BYTES + len(data) > current.zeroed_bytes:
+                self._zero_ahead(current, HEADER_BYTES + len(data))
             BEFORE_WRITE()
-            write_all(current.file, 0, [head, data])
+            sync_started_s = self._clock.monotonic()
+            write_all(current.file, 0, [head, data], self._sync_mode)
             current.body_bytes = HEADER_BYTES
             current.time_first_us = _time_of(data)
         else:
+            if current.body_bytes + len(data) > current.zeroed_bytes:
+                self._zero_ahead(current, current.body_bytes + len(data))
             BEFORE_WRITE()
-            write_all(current.file, current.body_bytes, [data])
+            sync_started_s = self._clock.monotonic()
+            write_all(current.file, current.body_bytes, [data], self._sync_mode)
         assert first.offset == current.body_bytes, "a piece was cut for another place"
-        BEFORE_SYNC()
-        sync_started_s = self._clock.monotonic()
-        if self._sync_mode != "none":
-            current.file.sync(self._sync_mode)
         self.sync_s = self._clock.monotonic() - sync_started_s
         AFTER_SYNC()
         current.hasher.add(data)
@@ -230,10 +235,6 @@ class SegmentStore:
             file = files.open(self.path, write=True)
         else:
             file = files.open(self.path, create=True)
-            zeroed_bytes = min(chain.settings.segment_bytes, FIRST_ZEROED_BYTES)
-            for offset in range(0, zeroed_bytes, ZERO_STEP_BYTES):
-                write_all(file, offset, [bytes(min(ZERO_STEP_BYTES, zeroed_bytes - offset))])
-            file.sync("fsync")
         files.sync_directory(self._directory)
         before = self.segments[-1] if self.segments else None
         header = chain.header(
@@ -242,9 +243,29 @@ class SegmentStore:
             before.segment_hash if before is not None else bytes(32),
         )
         current = CurrentSegment(file, header, BlockHasher(header.block_bytes))
+        if spare_ready:
+            current.zeroed_bytes = file.size()
         with self._lock:
             self.current = current
         return current
+
+    def _zero_ahead(self, current: CurrentSegment, needed_bytes: int) -> None:
+        """Have synced zeros where the next frames go, up to the size at which the segment ends."""
+        start = current.zeroed_bytes
+        end = min(max(start + ZEROED_BYTES, needed_bytes), current.header.segment_bytes)
+        if end <= start:
+            return
+        try:
+            for offset in range(start, end, ZERO_STEP_BYTES):
+                write_all(current.file, offset, [bytes(min(ZERO_STEP_BYTES, end - offset))])
+            current.file.sync("fsync")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # There is no room to be fast; there may be room for the entries.
+            current.file.truncate(start)
+            end = current.header.segment_bytes
+        current.zeroed_bytes = end
 
     def rotate(self) -> None:
         """The current segment is complete and published: put it in line for its footer."""

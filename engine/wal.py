@@ -310,11 +310,14 @@ class Wal:
         while True:
             self._wait_for_room(room_needed, timeout_s)
             seqs, payloads = build(self._chain)
-            self._check(seqs, payloads)
+            sizes = list(map(len, payloads))
+            self._check(seqs, sizes)
             if seqs is None:
                 seq_first = self._chain.seq_last + 1
                 seqs = range(seq_first, seq_first + len(payloads))
-            pieces, chain = cut(self._chain, seqs, payloads, batch_bytes_max=self.options.batch_bytes_max)
+            pieces, chain = cut(
+                self._chain, seqs, payloads, sizes, batch_bytes_max=self.options.batch_bytes_max
+            )
             size = sum([len(piece.data) for piece in pieces]) + APPEND_OVERHEAD_BYTES
             if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:
                 break
@@ -328,25 +331,25 @@ class Wal:
         self._queue.extend(pieces)
         self._queued_bytes += size
 
-    def _check(self, seqs: Sequence[int] | None, payloads: Sequence[bytes]) -> None:
-        if not payloads:
+    def _check(self, seqs: Sequence[int] | None, sizes: Sequence[int]) -> None:
+        if not sizes:
             raise InvalidEntry("there is nothing to append", hint="give at least one entry")
-        largest = max(map(len, payloads))
+        largest = max(sizes)
         if largest > self.options.entry_bytes_max:
             raise InvalidEntry(
                 f"this entry has {largest:,} bytes; at most {self.options.entry_bytes_max:,} are allowed",
                 hint="split the value, or raise wal.entry_bytes_max on every node",
             )
-        if sum(map(len, payloads)) > format.BATCH_BYTES_MAX:
+        if sum(sizes) > format.BATCH_BYTES_MAX:
             raise InvalidEntry(
                 f"one append takes at most {format.BATCH_BYTES_MAX:,} bytes", hint="append fewer entries at once"
             )
         if seqs is None:
-            if self._chain.seq_last + len(payloads) > format.SEQ_MAX:
+            if self._chain.seq_last + len(sizes) > format.SEQ_MAX:
                 raise OutOfOrderSeq("the seqs are used up", hint="this log cannot grow any more")
             return
-        if len(seqs) != len(payloads):
-            raise InvalidEntry(f"{len(payloads)} entries came with {len(seqs)} seqs")
+        if len(seqs) != len(sizes):
+            raise InvalidEntry(f"{len(sizes)} entries came with {len(seqs)} seqs")
         before = self._chain.seq_last
         for seq in seqs:
             if not isinstance(seq, int) or isinstance(seq, bool) or not 0 < seq <= format.SEQ_MAX:
@@ -416,7 +419,7 @@ class Wal:
                     break
             with self.lock:
                 self._hand_over()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 — whatever went wrong, nobody may write after it
             self._poison(error)
         except BaseException as error:
             self._poison(error)
@@ -551,7 +554,7 @@ class Wal:
             return None
         try:
             return self.store.housekeeping_step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 — as for the leader
             self._poison(error)
             return None
 
@@ -567,8 +570,8 @@ class Wal:
             if clean:
                 try:
                     self._flush()
-                except LogPoisoned:
-                    clean = False
+                except LowwaterError:
+                    clean = False  # every waiter has got the error
         finally:
             with self.lock:
                 self.durable_changed.notify_all()

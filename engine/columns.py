@@ -1,0 +1,288 @@
+"""Whole segments as columns, decoded without a Python loop over frames. The only module that needs numpy.
+
+Always true:
+  - every byte that becomes a column was verified first: by the block hashes of a sealed segment, by each
+    frame's checksum where there is no footer;
+  - `read_window` and `KeyIndex` give what their plain twins in `footer.py` give, byte for byte.
+
+pyarrow is needed for `read_columns` only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from lowwater.engine import format
+from lowwater.engine.footer import VECTOR_WINDOW_BYTES, Window, stream_offset_of
+from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, Flag, Kind, SegmentHeader
+from lowwater.engine.reader import SealedReader
+from lowwater.engine.scan import scan_frames
+from lowwater.engine.seams import File
+from lowwater.errors import Corrupt, InvalidEntry, NotFound
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_Int64 = npt.NDArray[np.int64]
+_FIXED = np.dtype(
+    {
+        "names": ["seq", "length", "kind", "flags", "bucket_len", "key_len", "metadata_len", "time_us", "origin"],
+        "formats": ["<u8", "<u4", "u1", "<u2", "<u2", "<u2", "<u2", "<u8", "<u8"],
+        "offsets": [0, 8, 16, 17, 19, 21, 23, 25, 33],
+        "itemsize": format.FRAME_FIXED_BYTES,
+    }
+)
+_GROUP_BYTES = np.array(format.GROUP_BYTES, dtype=np.int64)
+_GROUP_MASK = len(format.GROUP_BYTES) - 1
+# Above this length, keys are few enough and long enough for zlib to be faster.
+_VECTOR_KEY_BYTES_MAX = 64
+
+
+def _gather(data: bytes | memoryview, dtype: np.dtype[Any], positions: _Int64) -> npt.NDArray[Any]:
+    """`dtype` read at arbitrary positions: an overlapping view of one item a byte, indexed."""
+    count = len(data) - dtype.itemsize + 1
+    if len(positions) and (count < 1 or int(positions.max()) >= count or int(positions.min()) < 0):
+        raise Corrupt("a frame is cut short")
+    raw = np.dtype((np.void, dtype.itemsize))
+    view: npt.NDArray[Any] = np.ndarray((max(count, 0),), raw, buffer=data, strides=(1,))
+    return view[positions].view(dtype)
+
+
+class _Frames:
+    """The fixed parts of many frames, and where their variable parts begin."""
+
+    def __init__(self, data: bytes, positions: _Int64) -> None:
+        self.fixed = _gather(data, _FIXED, positions)
+        flags = self.fixed["flags"]
+        self.kinds = self.fixed["kind"]
+        self._check_known(flags)
+        self.bucket_starts = positions + format.FRAME_FIXED_BYTES
+        self.has_groups = bool(flags.any())
+        if self.has_groups:
+            self.bucket_starts = self.bucket_starts + _GROUP_BYTES[flags & _GROUP_MASK]
+            with_before = np.flatnonzero(flags & int(Flag.BEFORE))
+            if len(with_before):
+                lengths = _gather(data, np.dtype("<u4"), self.bucket_starts[with_before]).astype(np.int64)
+                self.bucket_starts[with_before] += 4 + lengths
+        self.key_starts = self.bucket_starts + self.fixed["bucket_len"]
+        self.metadata_starts = self.key_starts + self.fixed["key_len"]
+        self.value_starts = self.metadata_starts + self.fixed["metadata_len"]
+        self.ends = positions + FRAME_BYTES + self.fixed["length"]
+        if bool((self.ends[:-1] != positions[1:]).any()):
+            raise Corrupt("a frame does not end where the next one begins")
+        if bool((self.value_starts > self.ends).any()) or (len(self.ends) and int(self.ends[-1]) > len(data)):
+            raise Corrupt("the lengths inside a frame exceed it")
+
+    def _check_known(self, flags: npt.NDArray[np.uint16]) -> None:
+        counts = np.bincount(self.kinds, minlength=256)
+        for kind in np.flatnonzero(counts):
+            format.check_kind_and_flags(int(kind), 0)
+        format.check_kind_and_flags(Kind.NOOP, int(np.bitwise_or.reduce(flags)) if len(flags) else 0)
+        self.kind_counts = {int(kind): int(counts[kind]) for kind in np.flatnonzero(counts)}
+
+
+def read_window(data: bytes, base: int, positions: Sequence[int], frame_first: int) -> Window:
+    """The vectorised twin of `footer.read_window`."""
+    at = np.frombuffer(array("I", positions), np.uint32).astype(np.int64) - base
+    frames = _Frames(data, at)
+    fixed = frames.fixed
+    effective = (fixed["bucket_len"] > 0) & (fixed["flags"] & int(Flag.REFUSED) == 0)
+    messages = effective & (frames.kinds == int(Kind.APPEND))
+    indexed = np.flatnonzero(effective & ~messages)
+    lengths = fixed["bucket_len"][indexed].astype(np.int64) + fixed["key_len"][indexed]
+    hashes = crc32_many(data, frames.bucket_starts[indexed], lengths)
+    key_index = hashes.astype(np.uint64) << np.uint64(32) | (indexed + frame_first).astype(np.uint64)
+    streams = []
+    for frame in np.flatnonzero(messages).tolist():
+        start = int(frames.bucket_starts[frame])
+        topic = data[start : start + int(fixed["bucket_len"][frame])]
+        offset = stream_offset_of(data, int(at[frame]), int(fixed["flags"][frame]))
+        streams.append((topic, offset, frame + frame_first))
+    return Window(key_index, frames.kind_counts, streams)
+
+
+class KeyIndex:
+    """The vectorised twin of `footer.KeyIndex`."""
+
+    def __init__(self) -> None:
+        self._parts: list[npt.NDArray[np.uint64]] = []
+
+    def add(self, items: npt.NDArray[np.uint64]) -> None:
+        self._parts.append(items)
+
+    def finish(self) -> Iterator[tuple[bytes, bytes]]:
+        items = np.concatenate(self._parts) if self._parts else np.empty(0, np.uint64)
+        items.sort()
+        yield (items >> np.uint64(32)).astype(np.uint32).tobytes(), items.astype(np.uint32).tobytes()
+
+
+@cache
+def _crc_tables() -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """What eight, and sixteen, zero bits do to each value of the checksum's low bits."""
+    table = np.arange(2**16, dtype=np.uint32)
+    tables = []
+    for _ in range(2):
+        for _ in range(8):
+            table = np.where(table & 1, table >> 1 ^ np.uint32(0xEDB88320), table >> 1).astype(np.uint32)
+        tables.append(table.copy())
+    return tables[0][:256], tables[1]
+
+
+def crc32_many(data: bytes, starts: _Int64, lengths: _Int64) -> npt.NDArray[np.uint32]:
+    """zlib.crc32 of many short slices at once, two bytes a step."""
+    result = np.zeros(len(starts), np.uint32)
+    short = lengths <= _VECTOR_KEY_BYTES_MAX
+    for item in np.flatnonzero(~short).tolist():
+        start = int(starts[item])
+        result[item] = crc32(data[start : start + int(lengths[item])])
+    # Longest first, so that the slices that go on are always the front of the arrays.
+    order = np.flatnonzero(short)
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    if not len(order):
+        return result
+    starts, lengths = starts[order], lengths[order]
+    one, two = _crc_tables()
+    checksums = np.full(len(order), 0xFFFFFFFF, np.uint32)
+    pair = np.dtype("<u2")
+    longer_than = np.searchsorted(-lengths, -np.arange(2, int(lengths[0]) + 1, 2), side="right")
+    for step, active in enumerate(longer_than.tolist()):
+        front = checksums[:active]
+        words = _gather(data, pair, starts[:active] + 2 * step)
+        checksums[:active] = two[(front ^ words) & 0xFFFF] ^ (front >> np.uint32(16))
+    odd = np.flatnonzero(lengths & 1)
+    last = _gather(data, np.dtype("u1"), starts[odd] + lengths[odd] - 1)
+    checksums[odd] = one[(checksums[odd] ^ last) & 0xFF] ^ (checksums[odd] >> np.uint32(8))
+    result[order] = ~checksums
+    return result
+
+
+# ---------------------------------------------------------------------------- whole segments
+
+COLUMNS = (
+    "seq", "kind", "bucket", "key", "metadata", "value", "time", "origin", "txn", "flags",
+)  # fmt: skip
+
+
+def read_columns(file: File, *, columns: Sequence[str] | None = None) -> pyarrow.Table:
+    """A whole segment, sealed or not, as an Arrow table of one row a frame."""
+    import pyarrow as pa
+
+    return pa.Table.from_batches(list(read_batches(file, columns=columns)))
+
+
+def read_batches(file: File, *, columns: Sequence[str] | None = None) -> Iterator[pyarrow.RecordBatch]:
+    """A segment as Arrow record batches of about 8 MiB of frames.
+
+    `metadata` is the canonical CBOR of the frame, `value` what stands at the frame's end: for refused
+    frames their code, for references the reference; `flags` tells which. Windows of this size stay in the
+    processor's cache, which makes this several times as fast as decoding the segment at once.
+    """
+    names = list(COLUMNS if columns is None else columns)
+    for name in names:
+        if name not in COLUMNS:
+            raise InvalidEntry(f"there is no column {name!r:.80}", hint=f"choose from {', '.join(COLUMNS)}")
+    empty = True
+    for data, base, positions in _verified_windows(file):
+        empty = False
+        yield _decode_batch(data, np.frombuffer(positions, np.uint32).astype(np.int64) - base, names)
+    if empty:
+        raise NotFound("the segment holds no entries yet", hint="choose another segment")
+
+
+def _decode_batch(data: bytes, positions: _Int64, names: Sequence[str]) -> pyarrow.RecordBatch:
+    import pyarrow as pa
+
+    frames = _Frames(data, positions)
+    fixed = frames.fixed
+    made: dict[str, Any] = {}
+    for name in names:
+        if name in ("seq", "origin", "flags"):
+            made[name] = pa.array(np.ascontiguousarray(fixed[name]))
+        elif name == "time":
+            times = np.ascontiguousarray(fixed["time_us"]).view("<i8")
+            made[name] = pa.array(times).cast(pa.timestamp("us", tz="UTC"))
+        elif name == "kind":
+            made[name] = _kind_column(frames.kinds)
+        elif name == "txn":
+            made[name] = _txn_column(data, frames, positions)
+        elif name == "bucket":
+            made[name] = _slices(data, frames.bucket_starts, frames.key_starts, text=True)
+        elif name == "key":
+            made[name] = _slices(data, frames.key_starts, frames.metadata_starts, text=True)
+        elif name == "metadata":
+            made[name] = _slices(data, frames.metadata_starts, frames.value_starts, text=False)
+        else:
+            made[name] = _slices(data, frames.value_starts, frames.ends, text=False)
+    return pa.record_batch(made)
+
+
+def _verified_windows(file: File) -> Iterator[tuple[bytes, int, array[int]]]:
+    """(bytes, offset of the first byte, positions of the whole frames in them), all verified."""
+    size = file.size()
+    header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+    tail = file.read_at(max(0, size - format.TRAILER_BYTES), format.TRAILER_BYTES)
+    sealed = None
+    if tail[: len(format.TRAILER_MAGIC)] == format.TRAILER_MAGIC:
+        sealed = SealedReader(file)
+        positions, end = sealed.positions, sealed.trailer.body_bytes
+    else:
+        scan = scan_frames(file, header, stop=size)
+        if scan.problem is not None:
+            raise Corrupt(scan.problem, offset=scan.problem_offset, seq=scan.chain.seq_last)
+        positions, end = scan.positions, scan.end
+    first = 0
+    while first < len(positions):
+        start = positions[first]
+        stop = bisect_left(positions, start + VECTOR_WINDOW_BYTES, first + 1)
+        window_end = positions[stop] if stop < len(positions) else end
+        if sealed is not None:
+            base, data = sealed.read_verified(start, window_end)
+        else:
+            base, data = start, file.read_at(start, window_end - start)
+        yield data, base, positions[first:stop]
+        first = stop
+
+
+def _slices(data: bytes, starts: _Int64, ends: _Int64, *, text: bool) -> pyarrow.Array:
+    """`data[start:end]` for each pair. Offsets start, end, start, end, … over the raw bytes make an array whose
+    even slots are wanted and whose odd ones are the gaps; taking the even ones copies nothing else."""
+    import pyarrow as pa
+
+    kind = pa.string() if text else pa.binary()
+    bounds = np.empty(2 * len(starts), np.int32)
+    bounds[0::2] = starts
+    bounds[1::2] = ends
+    sparse = pa.Array.from_buffers(kind, len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
+    taken = sparse.take(pa.array(np.arange(0, len(bounds), 2, dtype=np.int32)))
+    if text:
+        taken.validate(full=True)
+    return taken
+
+
+def _kind_column(kinds: npt.NDArray[np.uint8]) -> pyarrow.Array:
+    import pyarrow as pa
+
+    codes = np.full(256, -1, np.int8)
+    for place, kind in enumerate(Kind):
+        codes[kind] = place
+    names = pa.array([kind.name.lower() for kind in Kind])
+    return pa.DictionaryArray.from_arrays(pa.array(codes[kinds]), names)
+
+
+def _txn_column(data: bytes, frames: _Frames, positions: _Int64) -> pyarrow.Array:
+    import pyarrow as pa
+
+    flags = frames.fixed["flags"]
+    inside = flags & int(Flag.TXN) != 0
+    values = np.zeros(len(flags), np.uint64)
+    if bool(inside.any()):
+        values[inside] = _gather(data, np.dtype("<u8"), positions[inside] + format.FRAME_FIXED_BYTES)
+    return pa.array(values, mask=~inside)

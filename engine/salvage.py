@@ -1,0 +1,160 @@
+"""Reading frames one by one, and going on after damage.
+
+Always true: a frame that comes out of here is whole and its checksum holds; every byte that was left out is
+told as `Skipped`; seqs rise. Where the next frame begins is asked of the footer first, then of the damaged
+frame's own length, and searched for last: a value may hold bytes that look like frames.
+"""
+
+from __future__ import annotations
+
+import errno
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lowwater.engine import format
+from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
+from lowwater.engine.scan import READ_BYTES, Readable, all_zero, find_frame, why_not_a_frame
+from lowwater.engine.seams import File
+from lowwater.errors import Corrupt
+
+_SECTOR_BYTES = 4096
+
+
+class Frame(NamedTuple):
+    offset: int
+    seq: int
+    payload: bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + FRAME_BYTES + len(self.payload)
+
+
+class Skipped(NamedTuple):
+    """Bytes in which there is no whole frame, and the seq of the frame before them."""
+
+    start: int
+    end: int
+    seq_before: int
+    what: str
+
+
+def whole_frames(file: Readable, start: int, stop: int, *, seq_before: int) -> Iterator[Frame]:
+    """The frames from `start` to `stop`. Raises Corrupt where the next one is not whole."""
+    base, at, data = start, 0, b""
+    seq_last = seq_before
+    while base + at < stop:
+        left = stop - base - at
+        needed = FRAME_FIXED_BYTES
+        if len(data) - at >= needed:
+            seq, length, checksum = format.FRAME.unpack_from(data, at)
+            if seq <= seq_last or not format.FIXED_BYTES <= length <= format.PAYLOAD_BYTES_MAX:
+                raise Corrupt(why_not_a_frame(data, at, seq_last), offset=base + at, seq=seq_last)
+            needed = FRAME_BYTES + length
+            if len(data) - at >= needed:
+                payload = data[at + FRAME_BYTES : at + needed]
+                if format.frame_checksum(seq, payload) != checksum:
+                    raise Corrupt("a frame's checksum does not match", offset=base + at, seq=seq_last)
+                yield Frame(base + at, seq, payload)
+                at += needed
+                seq_last = seq
+                continue
+        if needed > left:
+            raise Corrupt("a frame is longer than what is left", offset=base + at, seq=seq_last)
+        base, at = base + at, 0
+        data = file.read_at(base, min(max(READ_BYTES, needed), left))
+        if len(data) < needed:
+            raise Corrupt("the file is shorter than it was", offset=base, seq=seq_last)
+
+
+def salvage_frames(
+    file: Readable,
+    start: int,
+    stop: int,
+    *,
+    seq_before: int,
+    seq_max: int = format.SEQ_MAX,
+    positions: Sequence[int] = (),
+) -> Iterator[Frame | Skipped]:
+    """All frames that are whole. `positions` is where a footer that was verified says they are."""
+    offset, seq = start, seq_before
+    while offset < stop:
+        try:
+            for frame in whole_frames(file, offset, stop, seq_before=seq):
+                yield frame
+                offset, seq = frame.end, frame.seq
+        except Corrupt as error:
+            if all_zero(file, offset, stop):
+                return
+            resume = _next_frame(file, offset, stop, seq, seq_max, positions)
+            yield Skipped(offset, resume, seq, error.message)
+            offset = resume
+
+
+def _next_frame(
+    file: Readable, offset: int, stop: int, seq: int, seq_max: int, positions: Sequence[int]
+) -> int:
+    """Where the first whole frame after the damage at `offset` begins; `stop` where none does."""
+    for position in positions[bisect_right(positions, offset) :]:
+        if _is_frame(file, position, stop, seq, seq_max):
+            return position
+    if positions:
+        return stop
+    head = file.read_at(offset, FRAME_BYTES)
+    if len(head) == FRAME_BYTES:
+        end = offset + FRAME_BYTES + format.FRAME.unpack(head)[1]
+        if _is_frame(file, end, stop, seq, seq_max):
+            return end
+    found = find_frame(file, offset + 1, stop, seq_above=seq)
+    while found is not None and not _is_frame(file, found, stop, seq, seq_max):
+        found = find_frame(file, found + 1, stop, seq_above=seq)
+    return stop if found is None else found
+
+
+def _is_frame(file: Readable, offset: int, stop: int, seq: int, seq_max: int) -> bool:
+    if offset + FRAME_FIXED_BYTES > stop:
+        return False
+    found, length, checksum = format.FRAME.unpack(file.read_at(offset, FRAME_BYTES))
+    if not seq < found <= seq_max or length < format.FIXED_BYTES or offset + FRAME_BYTES + length > stop:
+        return False
+    payload = file.read_at(offset + FRAME_BYTES, length)
+    return len(payload) == length and format.frame_checksum(found, payload) == checksum
+
+
+class BadSectorsFile:
+    """A file of which the disk cannot read all: such sectors read as ones, which no checksum accepts.
+
+    Zeros would not do: they are what follows the last frame of a sound log.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def size(self) -> int:
+        return self._file.size()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        data = self._read(offset, size)
+        if data is not None:
+            return data
+        parts = []
+        end = min(offset + size, self._file.size())
+        while offset < end:
+            part = min(_SECTOR_BYTES - offset % _SECTOR_BYTES, end - offset)
+            parts.append(self._read(offset, part) or b"\xff" * part)
+            offset += part
+        return b"".join(parts)
+
+    def _read(self, offset: int, size: int) -> bytes | None:
+        try:
+            return self._file.read_at(offset, size)
+        except Corrupt:
+            return None  # a compressed block that cannot be decompressed
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return None
