@@ -33,7 +33,9 @@ def _answer(phase: str, job: Job) -> dict[str, Any]:
             contender.prepare(job)
             return {"status": "ok"}
         return {"status": "ok", **contender.run(job)}
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("lowwater."):
+            raise  # ours is installed and broken: that is no absence
         return {"status": "unavailable", "reason": f"{error}: pip install 'lowwater[bench]'"}
 
 

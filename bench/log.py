@@ -152,7 +152,7 @@ def measure_all(
                     answers[contender.name].append(answer)
                     progress.advance(bar)
                     if not console.is_terminal:
-                        console.print(f"{where}: {_outcome(workload, answer)}", highlight=False)
+                        console.print(f"{where}: {_outcome(workload, answer)}", highlight=False, markup=False)
             # What this workload prepared is of no use to the next one, and may be gigabytes.
             shutil.rmtree(scratch / workload.name, ignore_errors=True)
     return results
@@ -222,7 +222,7 @@ def assemble(
         "machine": described,
         "settings": settings,
         "workloads": workloads,
-        "targets": report.judge(metrics),
+        "targets": report.judge(metrics, settings["rounds"]),
     }
 
 
@@ -357,14 +357,18 @@ def main(
     if picture is not None:
         report.draw(finished, picture)
         console.print(f"picture in {picture}", highlight=False)
+    if described["source_hash"] != machine.source_hash():
+        raise click.ClickException(
+            "Lowwater's source changed during the run: its figures mix versions. Repeat."
+        )
     failed = [
-        f"{each['label']} ({workload}): {each['reason']}"
+        f"{workload}/{name}"
         for workload, part in finished["workloads"].items()
-        for each in part.values()
+        for name, each in part.items()
         if each["status"] == "failed"
     ]
     if failed:
-        raise click.ClickException("failed: " + "; ".join(failed) + f" — traces in {json_path}")
+        raise click.ClickException(f"failed in some round: {', '.join(failed)}. Traces in {json_path}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sqlite3
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("lowwater", "rocksdict", "lmdb", "slatedb", "numpy", "pyarrow", "blake3")
@@ -52,7 +54,23 @@ def describe(directory: Path) -> dict[str, object]:
         "disk_write_cache": _text(disk / "queue/write_cache").strip() if disk else "unknown",
         "load_1_minute": os.getloadavg()[0],
         "versions": _versions(),
+        "source_hash": source_hash(),
     }
+
+
+def source_hash() -> str:
+    """Which Lowwater is measured: a hash over its source files, or why there is none."""
+    found = find_spec("lowwater")
+    if found is None or not found.submodule_search_locations:
+        return "not installed"
+    root = Path(found.submodule_search_locations[0])
+    digest = hashlib.sha256()
+    for path in sorted(
+        Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names
+    ):
+        if path.suffix == ".py":
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ from rich.text import Text
 NOISE_MAX = 1.3
 
 Round = Mapping[str, Any]  # what one child answered
-Spread = dict[str, float]  # median, min, max over the rounds
+Spread = dict[str, float]  # median, min and max over the rounds, and how many there were
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,16 +190,16 @@ def _metrics(
 
 
 def _spread(values: Sequence[float]) -> Spread:
-    return {"median": median(values), "min": min(values), "max": max(values)}
+    return {"median": median(values), "min": min(values), "max": max(values), "rounds": len(values)}
 
 
-def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]]) -> list[dict[str, Any]]:
-    """Each target with what was measured for it; `met` is None where nothing was."""
+def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]], rounds: int) -> list[dict[str, Any]]:
+    """Each target with what was measured for it; `met` is None where that was not done in every round."""
     verdicts = []
     for target in TARGETS:
         spread = summary.get(target.workload, {}).get(target.contender, {}).get(target.metric)
         met = None
-        if spread is not None:
+        if spread is not None and spread["rounds"] == rounds:
             met = spread["median"] <= target.bar if target.at_most else spread["median"] >= target.bar
         verdicts.append(
             {
@@ -214,14 +214,17 @@ def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]]) -> list[dic
 
 
 def print_report(console: Console, report: Mapping[str, Any]) -> None:
+    rounds = report["settings"]["rounds"]
     for workload in WORKLOADS:
         if part := report["workloads"].get(workload.name):
-            _print_workload(console, workload, part)
+            _print_workload(console, workload, part, rounds)
             _warn_of_noise(console, part)
-    _print_targets(console, report["targets"])
+    _print_targets(console, report["targets"], rounds)
 
 
-def _print_workload(console: Console, workload: Workload, part: Mapping[str, Mapping[str, Any]]) -> None:
+def _print_workload(
+    console: Console, workload: Workload, part: Mapping[str, Mapping[str, Any]], rounds: int
+) -> None:
     table = Table(title=workload.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     timed = any("p50_ms" in each["metrics"] for each in part.values())
     table.add_column("", no_wrap=True)
@@ -242,6 +245,8 @@ def _print_workload(console: Console, workload: Workload, part: Mapping[str, Map
         if "rate" not in metrics:
             table.add_row(label, Text("failed" if each["status"] == "failed" else "not available", "yellow"))
             continue
+        if metrics["rate"]["rounds"] < rounds:
+            label.append(f" ({metrics['rate']['rounds']:.0f} of {rounds} rounds)", "yellow")
         table.add_row(
             label,
             _number(metrics["rate"]["median"]),
@@ -267,14 +272,15 @@ def _warn_of_noise(console: Console, part: Mapping[str, Mapping[str, Any]]) -> N
         )
 
 
-VERDICTS = {
-    True: Text("met", "green"),
-    False: Text("MISSED", "bold red"),
-    None: Text("not measured", "yellow"),
-}
+def _verdict(target: Mapping[str, Any], rounds: int) -> Text:
+    if target["met"] is not None:
+        return Text("met", "green") if target["met"] else Text("MISSED", "bold red")
+    if target["measured"] is None:
+        return Text("not measured", "yellow")
+    return Text(f"undecided: {target['measured']['rounds']:.0f} of {rounds} rounds", "yellow")
 
 
-def _print_targets(console: Console, targets: Sequence[Mapping[str, Any]]) -> None:
+def _print_targets(console: Console, targets: Sequence[Mapping[str, Any]], rounds: int) -> None:
     table = Table(title="Targets", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     table.add_column("bar", justify="right")
@@ -282,7 +288,7 @@ def _print_targets(console: Console, targets: Sequence[Mapping[str, Any]]) -> No
     table.add_column("")
     for each in targets:
         bar = f"{each['sign']} {_number(each['bar'])}"
-        table.add_row(each["what"], bar, _spread_text(each["measured"]), VERDICTS[each["met"]])
+        table.add_row(each["what"], bar, _spread_text(each["measured"]), _verdict(each, rounds))
     console.print()
     console.print(table)
 

@@ -14,23 +14,24 @@ from blake3 import blake3
 
 from lowwater.engine import format
 from lowwater.engine.chain import CHANGES_OWNER, Chain, same_cut
-from lowwater.engine.compress import CompressedSegment, open_segment_file, verify_stored
+from lowwater.engine.compress import CompressedSegment, verify_stored
 from lowwater.engine.directory import (
     CURRENT,
     DirectoryNames,
+    Hint,
     Segment,
     check_link,
     read_hint,
     read_names,
     read_trailer,
-    segment_name,
     typed_errors,
 )
 from lowwater.engine.footer import footer_steps, hash_blocks
 from lowwater.engine.format import HEADER_BYTES, SegmentHeader, SegmentTrailer
-from lowwater.engine.recover import chain_after, inspect_current
+from lowwater.engine.recover import Current, chain_after_frames, inspect_current
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import File, Files
+from lowwater.engine.walk import Place, numbered_places, open_place, open_single, walk
 from lowwater.errors import LowwaterError, NotFound
 
 Severity = Literal["error", "warning"]
@@ -46,15 +47,16 @@ class Finding(NamedTuple):
     offset: int | None = None
     hint: str = ""
 
-
-def _finding(error: LowwaterError, path: str) -> Finding:
-    return Finding("error", error.message, error.path or path, error.seq, error.offset, error.hint)
+    @classmethod
+    def of(cls, error: LowwaterError, path: str) -> Finding:
+        return cls("error", error.message, error.path or path, error.seq, error.offset, error.hint)
 
 
 class Progress(NamedTuple):
-    """Yielded among the findings of the `_steps` functions: so many bytes were checked."""
+    """Yielded among the findings of the `_steps` functions, once for each file: so much was checked."""
 
     bytes_done: int
+    frames: int = 0
 
 
 Step = Finding | Progress
@@ -80,70 +82,43 @@ def check_directory_steps(
             names = names or read_names(files, directory)
             hint = read_hint(files, directory)
     except LowwaterError as error:
-        yield _finding(error, directory)
+        yield Finding.of(error, directory)
         return
     for name in names.strangers:
-        yield Finding("warning", "this file does not belong to a log", f"{directory}/{name}", hint="move it away")
+        what = "this file does not belong to a log"
+        yield Finding("warning", what, f"{directory}/{name}", hint="move it away")
     before: Segment | None = None
     chain: Chain | None = None
-    for seq_first, seq_last, sealed, name in names.numbered:
-        path = f"{directory}/{name}"
+    seq_last = 0
+    of_current: list[Step] = []
+    for place in numbered_places(names, directory) if live else walk(files, directory):
+        if place.state == "current":
+            of_current, seq_last = _check_current(files, place.path, before, chain, hint, seq_last)
+            continue
+        # Where the log was rotated while its current segment was being read, that comes again.
+        of_current = []
+        seq_last = max(seq_last, place.seq_last)
         segment: Segment | None = None
         try:
-            with typed_errors(path, "check the segment"):
-                if sealed:
-                    file = files.open(path)
-                else:
-                    file, sealed, path = _open_sealing(files, directory, seq_first, seq_last)
+            with typed_errors(place.path, "check the segment"):
+                file, place = open_place(files, place)
                 try:
-                    segment = yield from _check_complete(file, path, seq_first, seq_last, sealed=sealed)
+                    segment = yield from _check_complete(file, place)
+                    if segment is not None:
+                        yield from _check_follows(segment, before, chain, place.path)
+                        chain = chain_after_frames(file, segment)
                 finally:
                     file.close()
-                if segment is not None:
-                    yield from _check_follows(segment, before, chain, path)
-                    chain = chain_after(files, segment)
         except LowwaterError as error:
-            yield _finding(error, path)
-            chain = None
+            yield Finding.of(error, place.path)
+            segment = None
         # After a segment that could not be read, the next one has nothing to be compared with.
         before = segment
-
-    seq_last = before.seq_last if before is not None else 0
-    path = f"{directory}/{CURRENT}"
-    try:
-        with typed_errors(path, "check the segment that is being written"):
-            if current is not None:
-                file, end = current
-                scan = scan_frames(file, SegmentHeader.decode(file.read_at(0, HEADER_BYTES)), stop=end)
-                if scan.problem is not None or scan.end != end:
-                    what = scan.problem or "durable frames are missing"
-                    yield Finding("error", what, path, scan.chain.seq_last, scan.end)
-                seq_last = scan.chain.seq_last
-                yield Progress(end)
-            elif names.has_current and not live:
-                file = files.open(path)
-                try:
-                    found = inspect_current(file, path, before, hint, hint.durable_seq if hint else 0)
-                    size = file.size()
-                finally:
-                    file.close()
-                yield Progress(size)
-                if found is not None:
-                    seq_last = found.scan.chain.seq_last
-                    if chain is not None and not same_cut(chain, found.header) and found.scan.seq_first:
-                        yield Finding("error", "the segment is cut by other settings than the log's", path)
-                    if found.torn_bytes:
-                        yield Finding(
-                            "warning",
-                            "the last write was torn by a crash; nothing acknowledged is in it",
-                            path,
-                            seq_last,
-                            found.scan.end,
-                            "opening the log removes it",
-                        )
-    except LowwaterError as error:
-        yield _finding(error, path)
-        return
+        if segment is None:
+            chain = None
+    if current is not None:
+        of_current, seq_last = _check_durable(*current, f"{directory}/{CURRENT}")
+    yield from of_current
     if hint is not None and not live and seq_last < hint.durable_seq:
         yield Finding(
             "error",
@@ -155,76 +130,133 @@ def check_directory_steps(
         )
 
 
-def _open_sealing(files: Files, directory: str, seq_first: int, seq_last: int) -> tuple[File, bool, str]:
-    """A segment that waits for its footer; it may have got it since the directory was listed."""
-    path = f"{directory}/{segment_name(seq_first, seq_last, sealed=False)}"
+def _check_durable(file: File, end: int, path: str) -> tuple[list[Step], int]:
+    """The current segment of a log that is open, up to where it is durable."""
+    steps: list[Step] = []
+    seq_last = 0
     try:
-        return files.open(path), False, path
-    except FileNotFoundError:
-        path = f"{directory}/{segment_name(seq_first, seq_last)}"
-        return files.open(path), True, path
+        with typed_errors(path, "check the segment that is being written"):
+            scan = scan_frames(file, SegmentHeader.decode(file.read_at(0, HEADER_BYTES)), stop=end)
+            seq_last = scan.chain.seq_last
+            if scan.problem is not None or scan.end != end:
+                what = scan.problem or "durable frames are missing"
+                steps.append(Finding("error", what, path, seq_last, scan.end, _RESTORE))
+            steps.append(Progress(end, len(scan.positions)))
+    except LowwaterError as error:
+        steps.append(Finding.of(error, path))
+    return steps, seq_last
 
 
-def _check_follows(segment: Segment, before: Segment | None, chain: Chain | None, path: str) -> Iterator[Step]:
+def _check_current(
+    files: Files, path: str, before: Segment | None, chain: Chain | None, hint: Hint | None, seq_last: int
+) -> tuple[list[Step], int]:
+    """The current segment of a log that may be open elsewhere, and the log's last seq."""
+    steps: list[Step] = []
+    try:
+        with typed_errors(path, "check the segment that is being written"):
+            file = files.open(path)
+            try:
+                size = file.size()
+                found = inspect_current(file, path, before, hint, hint.durable_seq if hint else 0)
+            finally:
+                file.close()
+            steps.append(Progress(size, len(found.scan.positions) if found is not None else 0))
+            if found is None:
+                return steps, seq_last
+            seq_last = found.scan.chain.seq_last
+            if chain is not None and not same_cut(chain, found.header) and found.scan.seq_first:
+                steps.append(_other_cut(path, found.header.seq_first))
+            if found.torn_bytes:
+                steps.append(torn_write(path, found))
+    except LowwaterError as error:
+        steps.append(Finding.of(error, path))
+        # The hint has nothing to add to what was said.
+        seq_last = max(seq_last, hint.durable_seq if hint is not None else 0)
+    return steps, seq_last
+
+
+def torn_write(path: str, found: Current) -> Finding:
+    return Finding(
+        "warning",
+        "the last write is not complete: nothing acknowledged is in it",
+        path,
+        found.scan.chain.seq_last,
+        found.scan.end,
+        "a process is writing, or a crash tore it: then opening the log removes it",
+    )
+
+
+def _other_cut(path: str, seq_first: int) -> Finding:
+    what = "the segment is cut by other settings than the log's"
+    return Finding("error", what, path, seq_first, 0, _RESTORE)
+
+
+def _check_follows(
+    segment: Segment, before: Segment | None, chain: Chain | None, path: str
+) -> Iterator[Step]:
     try:
         check_link(segment.header, before, path)
     except LowwaterError as error:
-        yield _finding(error, path)
+        yield Finding.of(error, path)
         return
     if chain is None:
         return
     header = segment.header
     if not same_cut(chain, header):
-        yield Finding("error", "the segment is cut by other settings than the log's", path, header.seq_first, 0)
+        yield _other_cut(path, header.seq_first)
     owner = (header.cluster_id, header.epoch)
     if owner != (chain.cluster_id, chain.epoch) and segment.kind_first not in CHANGES_OWNER:
-        yield Finding("error", "the segment belongs to another cluster or epoch", path, header.seq_first, 0)
+        what = "the segment belongs to another cluster or epoch"
+        yield Finding("error", what, path, header.seq_first, 0, _RESTORE)
 
 
 def check_segment(files: Files, path: str) -> Iterator[Finding]:
-    """Every finding about one sealed segment, raw or compressed, by itself."""
+    """Every finding about one segment by itself: raw or compressed, sealed or not."""
     return (step for step in check_segment_steps(files, path) if isinstance(step, Finding))
 
 
 def check_segment_steps(files: Files, path: str) -> Iterator[Step]:
     try:
         with typed_errors(path, "check the segment"):
-            file = open_segment_file(files, path)
+            file, place = open_single(files, path)
             try:
+                if place.state == "current":
+                    SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+                    yield from _check_current(files, path, None, None, None, 0)[0]
+                    return
                 if isinstance(file, CompressedSegment):
                     yield from _check_stored(file, path)
-                yield from _check_complete(file, path, None, None, sealed=True)
+                yield from _check_complete(file, place)
             finally:
                 file.close()
     except LowwaterError as error:
-        yield _finding(error, path)
+        yield Finding.of(error, path)
 
 
 def _check_stored(file: CompressedSegment, path: str) -> Iterator[Step]:
     try:
         verify_stored(file.stored)
     except LowwaterError as error:
-        yield _finding(error, path)
+        yield Finding.of(error, path)
 
 
-def _check_complete(
-    file: File, path: str, seq_first: int | None, seq_last: int | None, *, sealed: bool
-) -> Generator[Step, None, Segment | None]:
+def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment | None]:
     """Check a complete segment; the generator's value is what is known of it, or None."""
+    path = place.path
     size = file.size()
     header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
     trailer: SegmentTrailer | None = None
     stop = size
-    if sealed:
+    if place.state == "sealed":
         try:
             trailer = read_trailer(file, size)
             stop = trailer.body_bytes
         except LowwaterError as error:
-            yield _finding(error, path)
+            yield Finding.of(error, path)
     if trailer is not None:
         yield from _check_blocks(file, path, header, trailer)
     scan = scan_frames(file, header, stop=stop)
-    yield Progress(size)
+    yield Progress(size, len(scan.positions))
     if scan.problem is not None and trailer is not None:
         yield Finding("error", scan.problem, path, scan.chain.seq_last, scan.problem_offset, _RESTORE)
         return None
@@ -239,12 +271,15 @@ def _check_complete(
         )
         return None
     if trailer is not None and scan.end != trailer.body_bytes:
-        yield Finding("error", "the frames end before the footer says", path, scan.chain.seq_last, scan.end, _RESTORE)
+        what = "the frames end before the footer says"
+        yield Finding("error", what, path, scan.chain.seq_last, scan.end, _RESTORE)
         return None
     if scan.seq_first != header.seq_first:
-        yield Finding("error", f"the header names seq {header.seq_first} as the first", path, scan.seq_first, 0)
-    if seq_first is not None and (seq_first, seq_last) != (scan.seq_first, scan.chain.seq_last):
-        yield Finding("error", "the file's name does not tell the seqs that it holds", path, scan.seq_first)
+        what = f"the header names seq {header.seq_first} as the first, and it is {scan.seq_first}"
+        yield Finding("error", what, path, scan.seq_first, 0, _RESTORE)
+    if place.seq_first and (place.seq_first, place.seq_last) != (scan.seq_first, scan.chain.seq_last):
+        what = f"the file holds the seqs {scan.seq_first} to {scan.chain.seq_last}, its name says otherwise"
+        yield Finding("error", what, path, scan.seq_first, None, _RESTORE)
     segment = yield from _check_footer(file, path, header, trailer, scan)
     return segment
 
@@ -322,4 +357,5 @@ def require_log(files: Files, directory: str) -> None:
     with typed_errors(directory, "open the log"):
         names = read_names(files, directory)
     if not names.numbered and not names.has_current:
-        raise NotFound("there is no log here", path=directory, hint="check the path, or open it with create=True")
+        hint = "check the path, or open it with create=True"
+        raise NotFound("there is no log here", path=directory, hint=hint)

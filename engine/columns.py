@@ -15,12 +15,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from lowwater.engine import format
+from lowwater.engine.checksum import crc32
 from lowwater.engine.footer import VECTOR_WINDOW_BYTES, Window, stream_offset_of
 from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, Flag, Kind, SegmentHeader
 from lowwater.engine.reader import SealedReader

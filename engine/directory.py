@@ -19,11 +19,11 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
-from zlib import crc32
 
 import cbor2
 
 from lowwater.engine import format
+from lowwater.engine.checksum import crc32
 from lowwater.engine.footer import footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
 from lowwater.engine.seams import File, Files, SyncMode, write_all

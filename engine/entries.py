@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
-from zlib import crc32
 
 import cbor2
 
 from lowwater.engine import format
+from lowwater.engine.checksum import crc32
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Flag, Kind, ValueRef
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
 

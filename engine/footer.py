@@ -14,11 +14,11 @@ from bisect import bisect_left
 from collections.abc import Generator, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from blake3 import blake3
 
 from lowwater.engine import format
+from lowwater.engine.checksum import crc32
 from lowwater.engine.format import Flag, Kind, SegmentTrailer
 from lowwater.engine.scan import Readable
 from lowwater.errors import Corrupt

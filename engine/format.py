@@ -15,10 +15,10 @@ import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
-from zlib import crc32
 
 import cbor2
 
+from lowwater.engine.checksum import crc32
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion, NotLowwater
 
 VERSION_MAJOR = 1
@@ -375,7 +375,10 @@ class SegmentHeader(NamedTuple):
         assert len(self.hash_before) == 32
         assert len(self.cluster_id) == 16
         assert self.seq_first > self.seq_before
-        fields = (HEADER_MAGIC, VERSION_MAJOR, VERSION_MINOR, 0, *self, 0)
+        return self._encode(VERSION_MINOR)
+
+    def _encode(self, version_minor: int) -> bytes:
+        fields = (HEADER_MAGIC, VERSION_MAJOR, version_minor, 0, *self, 0)
         data = HEADER.pack(*fields)[: -U32.size]
         return data + U32.pack(crc32(data))
 
@@ -385,7 +388,7 @@ class SegmentHeader(NamedTuple):
         _check_magic_and_version(data, HEADER_MAGIC, HEADER_BYTES, "segment header")
         if crc32(data[: -U32.size]) != U32.unpack_from(data, HEADER_BYTES - U32.size)[0]:
             raise Corrupt("the segment header's checksum does not match", offset=0)
-        _magic, _major, _minor, flags, *fields, _crc = HEADER.unpack(data)
+        _magic, _major, version_minor, flags, *fields, _crc = HEADER.unpack(data)
         if flags:
             raise NewerVersion(f"the segment flags {flags:#x} are not known to this version")
         header = cls(*fields)
@@ -397,7 +400,7 @@ class SegmentHeader(NamedTuple):
             raise NewerVersion(f"the compression {header.compression} is not known to this version")
         if not SEGMENT_BYTES_MIN <= header.segment_bytes <= SEGMENT_BYTES_MAX:
             raise Corrupt(f"the segment header has a segment size of {header.segment_bytes}", offset=0)
-        if header.encode() != data:
+        if header._encode(version_minor) != data:
             raise Corrupt("the segment header has bytes set that must be zero", offset=0)
         return header
 
@@ -421,7 +424,10 @@ class SegmentTrailer(NamedTuple):
     footer_hash: bytes
 
     def encode(self) -> bytes:
-        fields = (TRAILER_MAGIC, VERSION_MAJOR, VERSION_MINOR, 0, *self, 0)
+        return self._encode(VERSION_MINOR)
+
+    def _encode(self, version_minor: int) -> bytes:
+        fields = (TRAILER_MAGIC, VERSION_MAJOR, version_minor, 0, *self, 0)
         data = TRAILER.pack(*fields)[: -U32.size]
         return data + U32.pack(crc32(data))
 
@@ -432,11 +438,11 @@ class SegmentTrailer(NamedTuple):
         _check_magic_and_version(data, TRAILER_MAGIC, TRAILER_BYTES, "segment trailer")
         if crc32(data[: -U32.size]) != U32.unpack_from(data, TRAILER_BYTES - U32.size)[0]:
             raise Corrupt("the segment trailer's checksum does not match")
-        _magic, _major, _minor, flags, *fields, _crc = TRAILER.unpack(data)
+        _magic, _major, version_minor, flags, *fields, _crc = TRAILER.unpack(data)
         if flags:
             raise NewerVersion(f"the segment trailer's flags {flags:#x} are not known to this version")
         trailer = cls(*fields)
-        if trailer.encode() != data:
+        if trailer._encode(version_minor) != data:
             raise Corrupt("the segment trailer has bytes set that must be zero")
         sections = trailer.section_offsets()
         if sections.end + TRAILER_BYTES != trailer.file_bytes:

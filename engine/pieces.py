@@ -64,9 +64,6 @@ class Piece:
 
 def raise_times(payloads: Sequence[bytes], time_us: int) -> Sequence[bytes]:
     """The payloads with each time raised to the one before it where it is lower."""
-    times = {payload[format.TIME_SLICE] for payload in payloads}
-    if len(times) == 1 and int.from_bytes(next(iter(times)), "little") >= time_us:
-        return payloads
     raised = []
     for payload in payloads:
         own_time_us = int.from_bytes(payload[format.TIME_SLICE], "little")
@@ -83,10 +80,14 @@ def cut(
 ) -> tuple[list[Piece], Chain]:
     """The pieces of `payloads`, whose lengths are `sizes` and whose seqs are known to rise, and the chain
     after them."""
-    payloads = raise_times(payloads, chain.time_us)
     frames_bytes = sum(sizes) + FRAME_BYTES * len(sizes)
     plain = True
-    for head in {payload[:3] for payload in payloads}:
+    # Everything before `origin`: most payloads of a batch have it in common.
+    heads = {payload[:17] for payload in payloads}
+    times = {head[format.TIME_SLICE] for head in heads}
+    if len(times) > 1 or int.from_bytes(next(iter(times)), "little") < chain.time_us:
+        payloads = raise_times(payloads, chain.time_us)
+    for head in heads:
         kind, flags = head[0], head[1] | head[2] << 8
         if format.KIND_NAMES[kind] is None or flags & ~format.FLAGS_KNOWN:
             raise InvalidEntry(f"entries of kind {kind} with flags {flags:#x} do not exist")

@@ -156,18 +156,22 @@ def hasher_of(file: Readable, body_bytes: int, block_bytes: int) -> BlockHasher:
 
 
 def chain_after(files: Files, segment: Segment) -> Chain:
+    file = files.open(segment.path)
+    try:
+        return chain_after_frames(file, segment)
+    finally:
+        file.close()
+
+
+def chain_after_frames(file: File, segment: Segment) -> Chain:
     """The chain after a complete segment. Its header tells what held in it; only its last frame can have
     changed that for what follows."""
     chain = before_segment(segment.header)._replace(
         seq_last=segment.seq_last, time_us=segment.time_last_us, body_bytes=segment.body_bytes
     )
-    file = files.open(segment.path)
-    try:
-        position = _last_position(file, segment)
-        seq, length, checksum = format.FRAME.unpack(file.read_at(position, format.FRAME_BYTES))
-        payload = file.read_at(position + format.FRAME_BYTES, length)
-    finally:
-        file.close()
+    position = _last_position(file, segment)
+    seq, length, checksum = format.FRAME.unpack(file.read_at(position, format.FRAME_BYTES))
+    payload = file.read_at(position + format.FRAME_BYTES, length)
     if len(payload) != length or length < format.FIXED_BYTES or seq != segment.seq_last:
         raise Corrupt("the segment's last frame is not where its footer says", offset=position)
     if format.frame_checksum(seq, payload) != checksum:
@@ -204,6 +208,13 @@ def inspect_current(
             not unsynced and find_frame(file, BATCH_BYTES_MAX, size, seq_above=seq_before) is not None
         ):
             raise Corrupt("the segment's header is damaged, and it holds acknowledged entries", offset=0) from error
+        if isinstance(error, NotLowwater) and any(file.read_at(0, len(format.HEADER_MAGIC))):
+            # A crash leaves zeros here, or a header: opening must not remove a file that is somebody else's.
+            raise NotLowwater(
+                "this file has the name of a segment that is being written, and is none",
+                offset=0,
+                hint="move it away if it is not of this log, or repair into a copy",
+            ) from error
         return None
     if before is not None:
         check_link(header, before, path)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lowwater.engine import format
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.scan import READ_BYTES, Readable, all_zero, find_frame, why_not_a_frame
-from lowwater.engine.seams import File
+from lowwater.engine.seams import File, SyncMode
 from lowwater.errors import Corrupt
 
 _SECTOR_BYTES = 4096
@@ -96,14 +96,14 @@ def _next_frame(
     file: Readable, offset: int, stop: int, seq: int, seq_max: int, positions: Sequence[int]
 ) -> int:
     """Where the first whole frame after the damage at `offset` begins; `stop` where none does."""
-    for position in positions[bisect_right(positions, offset) :]:
-        if _is_frame(file, position, stop, seq, seq_max):
-            return position
+    for index in range(bisect_right(positions, offset), len(positions)):
+        if _is_frame(file, positions[index], stop, seq, seq_max):
+            return positions[index]
     if positions:
         return stop
     head = file.read_at(offset, FRAME_BYTES)
     if len(head) == FRAME_BYTES:
-        end = offset + FRAME_BYTES + format.FRAME.unpack(head)[1]
+        end = offset + FRAME_BYTES + int(format.FRAME.unpack(head)[1])
         if _is_frame(file, end, stop, seq, seq_max):
             return end
     found = find_frame(file, offset + 1, stop, seq_above=seq)
@@ -119,7 +119,7 @@ def _is_frame(file: Readable, offset: int, stop: int, seq: int, seq_max: int) ->
     if not seq < found <= seq_max or length < format.FIXED_BYTES or offset + FRAME_BYTES + length > stop:
         return False
     payload = file.read_at(offset + FRAME_BYTES, length)
-    return len(payload) == length and format.frame_checksum(found, payload) == checksum
+    return len(payload) == length and bool(format.frame_checksum(found, payload) == checksum)
 
 
 class BadSectorsFile:
@@ -136,6 +136,15 @@ class BadSectorsFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
+        return self._file.write_at(offset, buffers, sync)
+
+    def sync(self, mode: SyncMode) -> None:
+        self._file.sync(mode)
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
 
     def read_at(self, offset: int, size: int) -> bytes:
         data = self._read(offset, size)

@@ -11,10 +11,10 @@ import re
 from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
-from zlib import crc32
 
 from lowwater.engine import format
 from lowwater.engine.chain import FIRST_CONTROL_KIND, Chain, before_segment
+from lowwater.engine.checksum import crc32
 from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, Flag, SegmentHeader
 from lowwater.engine.pieces import GroupWalk, step
 from lowwater.errors import DataError, InputError, NewerVersion

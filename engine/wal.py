@@ -390,19 +390,21 @@ class Wal:
         return True
 
     def _writer_step(self) -> float | None:
-        with self.lock:
-            if not self._writer_leads:
-                if self._leading or not self._queue:
-                    return None
-                if not self._urgent:
-                    assert self._sync_due_s is not None, "frames lie in the queue and nobody minds them"
-                    wait_s = self._sync_due_s - self.clock.monotonic()
-                    if wait_s > 0:
-                        return wait_s
-                self._leading = True
-            self._writer_leads = False
-        self._lead(None)
-        return 0 if self._writer_leads else None
+        # Batch after batch without leaving: between two of them the interpreter must not change hands, or the
+        # disk waits until the thread that encodes the next entries is done.
+        while True:
+            with self.lock:
+                if not self._writer_leads:
+                    if self._leading or not self._queue:
+                        return None
+                    if not self._urgent:
+                        assert self._sync_due_s is not None, "frames lie in the queue and nobody minds them"
+                        wait_s = self._sync_due_s - self.clock.monotonic()
+                        if wait_s > 0:
+                            return wait_s
+                    self._leading = True
+                self._writer_leads = False
+            self._lead(None)
 
     def _lead(self, ticket: Ticket | None) -> None:
         """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it."""
