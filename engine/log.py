@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import Chain, create_entry, seal_entry
@@ -25,6 +27,12 @@ from lowwater.engine.ring import Chunk
 from lowwater.engine.seams import Clock, Files, Randomness, Runner
 from lowwater.engine.wal import Build, Wal, WalOptions
 from lowwater.errors import InputError, LogDivergence, NotFound, OutOfOrderSeq, ReopenError, RepeatedSeq
+from lowwater.logging import get_logger
+
+if TYPE_CHECKING:
+    from lowwater.config import Config, WalConfig
+
+_logger = get_logger("lowwater.log")
 
 Ack = Literal["durable", "memory"]
 Start = Literal["earliest", "latest"] | int | datetime
@@ -43,6 +51,21 @@ class LogOptions(WalOptions):
     # Seal what is older than this, so that it can be shipped; None leaves it to the size.
     segment_age_max_s: float | None = None
 
+    @classmethod
+    def from_config(cls, config: WalConfig) -> LogOptions:
+        return cls(
+            sync_mode=config.sync_mode,
+            batch_bytes_max=config.fsync_max_batch_bytes,
+            queue_bytes_max=config.queue_bytes_max,
+            ring_bytes_max=config.cache_bytes_max,
+            ring_frames_max=config.cache_messages_max,
+            entry_bytes_max=config.entry_bytes_max,
+            sync_interval_ms=config.fsync_interval_ms,
+            segment_bytes=config.rotate_max_bytes,
+            compression=config.compression,
+            segment_age_max_s=config.rotate_max_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Seams:
@@ -58,8 +81,10 @@ class Seams:
 class Log:
     """An append-only, checksummed, segmented log in one directory."""
 
-    def __init__(self, wal: Wal, seams: Seams, options: LogOptions) -> None:
+    def __init__(self, wal: Wal, seams: Seams, options: LogOptions, registry: CollectorRegistry) -> None:
         """Use `Log.open`."""
+        self.registry = registry
+        wal.watch(registry)
         self._wal = wal
         self._seams = seams
         self._options = options
@@ -74,16 +99,24 @@ class Log:
         cls,
         directory: str | os.PathLike[str] | None,
         *,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
         options: LogOptions | None = None,
+        registry: CollectorRegistry | None = None,
         seams: Seams | None = None,
         create: bool | Writable = True,
         durable_seq: int = 0,
     ) -> Log:
         """Open the log in `directory`, or make one there; None keeps it in memory.
 
+        `config` is a TOML file, a mapping or a `Config`, of which the section `wal` counts; `options` says the
+        same in code. `registry` is where the log's metrics go; without one it makes its own.
         `create` is False to refuse an empty directory, or the `create` entry of the new log (with its
         cluster id); otherwise a new log gets an id of its own.
         """
+        if config is not None:
+            if options is not None:
+                raise InputError("the log got a config and options", hint="give one of the two")
+            options = LogOptions.from_config(_load(config).wal)
         options = options or LogOptions()
         if seams is None:
             files: Files = MemoryFiles() if directory is None else RealFiles()
@@ -102,13 +135,22 @@ class Log:
             options=options,
             durable_seq=durable_seq,
         )
-        log = cls(wal, seams, options)
+        log = cls(wal, seams, options, registry or CollectorRegistry())
         if wal.chain.is_empty and create is not False:
             try:
                 log.append(create if not isinstance(create, bool) else log._new_create_entry())
             except BaseException:
                 log.close()
                 raise
+        elif wal.chain.settings.segment_bytes != options.segment_bytes:
+            _logger.info(
+                "the size of segments is in the log, the configured one is not used",
+                path=path,
+                used=wal.chain.settings.segment_bytes,
+                configured=options.segment_bytes,
+            )
+        if wal.torn_bytes:
+            _logger.warning("removed a write that a crash had torn", path=path, bytes=wal.torn_bytes)
         return log
 
     def _new_create_entry(self) -> Writable:
@@ -351,6 +393,12 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _load(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
+    from lowwater.config import Config  # pydantic takes longer to import than all the rest
+
+    return Config.load(config)
 
 
 def _in_group(payload: bytes, group_seq_last: int) -> bytes:

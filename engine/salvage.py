@@ -122,14 +122,16 @@ def _is_frame(file: Readable, offset: int, stop: int, seq: int, seq_max: int) ->
     return len(payload) == length and bool(format.frame_checksum(found, payload) == checksum)
 
 
-class BadSectorsFile:
-    """A file of which the disk cannot read all: such sectors read as ones, which no checksum accepts.
+class TolerantFile:
+    """A file of which the disk may not give all: such sectors read as ones, which no checksum accepts.
 
-    Zeros would not do: they are what follows the last frame of a sound log.
+    Zeros would not do: they are what follows the last frame of a sound log. `head` stands in the place of
+    as many bytes at the beginning, for a header that was restored.
     """
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, *, head: bytes = b"") -> None:
         self._file = file
+        self._head = head
 
     def size(self) -> int:
         return self._file.size()
@@ -147,6 +149,12 @@ class BadSectorsFile:
         self._file.truncate(size)
 
     def read_at(self, offset: int, size: int) -> bytes:
+        if offset < len(self._head):
+            head = self._head[offset : offset + size]
+            return head + self._read_tolerantly(offset + len(head), size - len(head))
+        return self._read_tolerantly(offset, size)
+
+    def _read_tolerantly(self, offset: int, size: int) -> bytes:
         data = self._read(offset, size)
         if data is not None:
             return data

@@ -115,7 +115,6 @@ class SegmentStore:
         self._sync_mode: SyncMode = sync_mode
         self.segments: list[Segment] = recovered.segments
         self.current: CurrentSegment | None = None
-        self.rotations = 0
         self.sync_s = 0.0  # what the last sync took
         # From how many durable bytes of the current segment on there is something to do in the background.
         self._housekeeping_from_bytes = 0
@@ -295,7 +294,6 @@ class SegmentStore:
             self._files.rename(self.path, segment.path)
             self.segments.append(segment)
             self.current = None
-            self.rotations += 1
         self._files.sync_directory(self._directory)
         current.file.close()
         self._hinted_bytes = self._synced_bytes = 0
@@ -492,6 +490,11 @@ class SegmentStore:
         current = self.current
         return current.header.seq_first if current is not None and current.durable_frames else 0
 
+    @property
+    def segment_count(self) -> int:
+        return len(self.segments) + (self.current is not None)
+
+    @property
     def bytes_total(self) -> int:
         current = self.current
         return sum(segment.body_bytes for segment in self.segments) + (current.durable_bytes if current else 0)

@@ -23,7 +23,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+
+from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import Chain
@@ -44,6 +45,7 @@ from lowwater.errors import (
     LowwaterError,
     OutOfOrderSeq,
 )
+from lowwater.metrics import LogMetrics
 
 # What an append costs in memory besides its frames.
 APPEND_OVERHEAD_BYTES = 600
@@ -60,6 +62,7 @@ class WalOptions:
     batch_bytes_max: int = 10 * 2**20
     queue_bytes_max: int = 64 * 2**20
     ring_bytes_max: int = 64 * 2**20
+    ring_frames_max: int | None = None
     entry_bytes_max: int = format.ENTRY_BYTES_DEFAULT
     # How long frames that nobody waits for may stay unsynced.
     sync_interval_ms: float = 0
@@ -77,14 +80,6 @@ class WalOptions:
                 raise InvalidConfig(f"{name} is {value:,}", hint=f"give a number from {lowest:,} to {highest:,}")
         if self.sync_mode not in ("fsync", "fdatasync", "none"):
             raise InvalidConfig(f"sync_mode is {self.sync_mode!r}", hint="give fsync, fdatasync or none")
-
-
-class WalMetrics(Protocol):
-    """What the writer reports, once for each batch."""
-
-    def batch_written(self, *, frames: int, size: int, write_s: float, sync_s: float) -> None: ...
-
-    def appends_durable(self, latencies_s: Sequence[float]) -> None: ...
 
 
 class Ticket:
@@ -127,7 +122,7 @@ class Wal:
         self.files = files
         self.clock = clock
         self.options = options
-        self.metrics: WalMetrics | None = None
+        self._metrics: LogMetrics | None = None
         self.lock = threading.Lock()
         self._room = threading.Condition(self.lock)
         self.durable_changed = threading.Condition(self.lock)
@@ -141,7 +136,7 @@ class Wal:
         self._failure: LowwaterError | None = None
         self._closing = False
         self._room_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self.ring = Ring(options.ring_bytes_max)
+        self.ring = Ring(options.ring_bytes_max, options.ring_frames_max)
 
         with typed_errors(directory, "make the log directory"):
             files.make_directory(directory)
@@ -170,9 +165,17 @@ class Wal:
         """Where the log stands with everything that was queued."""
         return self._chain
 
-    @property
-    def queued_bytes(self) -> int:
-        return self._queued_bytes
+    def watch(self, registry: CollectorRegistry) -> None:
+        """Have this log's metrics in `registry`."""
+        metrics = LogMetrics(registry)
+        metrics.watch(
+            segments=lambda: self.store.segment_count,
+            size_bytes=lambda: self.store.bytes_total,
+            current_seq=lambda: self._chain.seq_last,
+            cache_bytes=lambda: self.ring.bytes,
+            queue_bytes=lambda: self._queued_bytes,
+        )
+        self._metrics = metrics
 
     @property
     def failure(self) -> LowwaterError | None:
@@ -475,7 +478,9 @@ class Wal:
                 last = pieces[-1]
                 self.durable_seq = last.seq_last
                 self.durable_time_us = last.time_us
-                self.ring.append(Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), verified=True))
+                frame_count = sum([piece.frame_count for piece in pieces])
+                chunk = Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), verified=True)
+                self.ring.append(chunk, frame_count)
                 self.durable_changed.notify_all()
             freed = len(data) + APPEND_OVERHEAD_BYTES * sum(
                 piece.completes for piece in batch if piece.frame_count
@@ -487,15 +492,14 @@ class Wal:
             self._room.notify_all()
         resolved += self._wake(tickets, None)
         _wake_coroutines(room_waiters)
-        if self.metrics is not None and pieces:
+        metrics = self._metrics
+        if metrics is not None and pieces:
             now_s = self.clock.monotonic()
-            self.metrics.batch_written(
-                frames=sum([piece.frame_count for piece in pieces]),
-                size=len(data),
-                write_s=written_s,
-                sync_s=self.store.sync_s,
+            metrics.batch_written(
+                frames=frame_count, size=len(data), write_s=written_s, sync_s=self.store.sync_s
             )
-            self.metrics.appends_durable([now_s - ticket.started_s for ticket in tickets])
+            metrics.appends_durable([now_s - ticket.started_s for ticket in tickets])
+            metrics.rotations += pieces[-1].ends_segment
         if pieces and pieces[-1].ends_segment:
             self.store.rotate()
             self._housekeeper.wake()

@@ -80,7 +80,9 @@ def put(seq: int, key: str, value: bytes, *, bucket: str = "photos", **more: Any
     return entry(seq, "put", bucket=bucket, key=key, value=value, **more)
 
 
-def entry(seq: int, kind: str, *, body: dict[str, Any] | None = None, value: bytes = b"", **more: Any) -> Spec:
+def entry(
+    seq: int, kind: str, *, body: dict[str, Any] | None = None, value: bytes = b"", **more: Any
+) -> Spec:
     """What a reader must find, as it stands in the .json file."""
     if body is not None:
         value = cbor2.dumps(body, canonical=True)
@@ -128,7 +130,9 @@ def write_log(specs: Sequence[Spec]) -> dict[str, bytes]:
     files = MemoryFiles()
     seams = Seams(files=files, clock=_Clock(), randomness=_Randomness(), runner=_Runner(), owner="golden")
     settings = cbor2.loads(specs[0]["value"])["settings"]
-    with Log.open("log", options=LogOptions(), seams=seams, create=create_entry(CLUSTER_ID, SALT, settings)) as log:
+    with Log.open(
+        "log", options=LogOptions(), seams=seams, create=create_entry(CLUSTER_ID, SALT, settings)
+    ) as log:
         run: list[Spec] = []
         for spec in specs[1:]:
             run.append(spec)
@@ -248,7 +252,7 @@ def unicode_names() -> list[Spec]:
 
 
 def metadata() -> list[Spec]:
-    """Maps whose names sort by the length of their encoding first, and whose texts need every length prefix."""
+    """Names that sort by the length of their encoding, and texts that need every length prefix."""
     maps: list[dict[str, str]] = [
         {"b": "1", "a": "2", "aa": "3", "": "4", "B": "5", "é": "6"},
         {"long": "x" * 23, "longer": "y" * 24, "longest": "z" * 256},
@@ -277,7 +281,7 @@ def holes() -> list[Spec]:
 
 
 def big_seqs() -> list[Spec]:
-    """Numbers that do not fit into a signed 64-bit number, or into a double, and the last seq that there is."""
+    """Numbers too large for a signed 64-bit number or a double, and the last seq that there is."""
     return [
         create(),
         seal(2**53 + 1, 1),
@@ -289,18 +293,23 @@ def big_seqs() -> list[Spec]:
 
 
 def chain_of_three() -> list[Spec]:
-    """Cut by size at the smallest that there is; a `settings` entry in the second changes how the third is cut."""
+    """Cut at the smallest size that there is; `settings` in the second changes how the third is cut."""
+
     def puts(seq_first: int, count: int) -> Iterator[Spec]:
-        return (put(seq, f"key-{seq:04}", bytes([seq % 256]) * 150) for seq in range(seq_first, seq_first + count))
+        return (
+            put(seq, f"key-{seq:04}", bytes([seq % 256]) * 150) for seq in range(seq_first, seq_first + count)
+        )
 
     changes = {"block_bytes": 2048, "segment_bytes": 8192}
     return [create(segment_bytes=4096), *puts(2, 24), entry(26, "settings", body=changes), *puts(27, 40)]
 
 
 def many_blocks() -> list[Spec]:
-    """Blocks of 1 KiB: frames that end at a block's end or cross several blocks, and lengths of every kind."""
+    """Blocks of 1 KiB: frames that cross several of them, and lengths of every kind."""
     sizes = [0, 1, 2, 3, 500, 1024, 2500, 7, *range(100, 120), 4096]
-    puts = [put(2 + at, f"k{at % 7}", bytes(range(256)) * 20, bucket=f"b{at % 3}") for at, _ in enumerate(sizes)]
+    puts = [
+        put(2 + at, f"k{at % 7}", bytes(range(256)) * 20, bucket=f"b{at % 3}") for at, _ in enumerate(sizes)
+    ]
     for spec, size in zip(puts, sizes, strict=True):
         spec["value"] = spec["value"][:size]
     return [create(block_bytes=1024), *puts, seal(100, 1)]
@@ -323,7 +332,12 @@ def empty_values() -> list[Spec]:
 def current() -> list[Spec]:
     """Not sealed: zeros follow the last frame."""
     group = {"group_seq_last": 4}
-    return [create(segment_bytes=4096), put(2, "a", b"1"), put(3, "g", b"1", **group), put(4, "h", b"2", **group)]
+    return [
+        create(segment_bytes=4096),
+        put(2, "a", b"1"),
+        put(3, "g", b"1", **group),
+        put(4, "h", b"2", **group),
+    ]
 
 
 # ---------------------------------------------------------------------------- what a reader must find
@@ -353,7 +367,9 @@ def refusal(error: str, why: str) -> bytes:
 # ---------------------------------------------------------------------------- versions to come, and damage
 
 
-def reseal(data: bytes, frames: Sequence[bytes], *, version: tuple[int, int] = (1, 0), flags: int = 0) -> bytes:
+def reseal(
+    data: bytes, frames: Sequence[bytes], *, version: tuple[int, int] = (1, 0), flags: int = 0
+) -> bytes:
     """A segment of other frames or another version in which every checksum and hash is right."""
     body = bytearray(data[: format.HEADER_BYTES])
     positions = array("I")
@@ -421,7 +437,11 @@ def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
     ((name, data),) = write_log(specs).items()
     body_bytes = SegmentTrailer.decode(data).body_bytes
     json_file = expected(data, specs)
-    yield f"sealing/{name.replace('segment', 'sealing')}", data[:body_bytes] + bytes(4096 - body_bytes), json_file
+    yield (
+        f"sealing/{name.replace('segment', 'sealing')}",
+        data[:body_bytes] + bytes(4096 - body_bytes),
+        json_file,
+    )
 
 
 def compressed(kept: bytes | None) -> Iterator[tuple[str, bytes, bytes]]:
@@ -515,7 +535,9 @@ def example(data: bytes, text: str) -> str:
     sections = trailer.section_offsets()
     for number in range(trailer.frame_count):
         lines.append(f"     frame {number}")
-        _, length, _, kind, _, bucket_len, key_len, metadata_len, _, _ = format.FRAME_FIXED.unpack_from(data, position)
+        _, length, _, kind, _, bucket_len, key_len, metadata_len, _, _ = format.FRAME_FIXED.unpack_from(
+            data, position
+        )
         assert format.FRAME_BYTES + length >= format.FRAME_FIXED_BYTES
         value_len = length - format.FIXED_BYTES - bucket_len - key_len - metadata_len
         fields("Frame head")

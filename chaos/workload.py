@@ -1,0 +1,241 @@
+"""Workloads over a log that note what they were promised, on a disk that forgets.
+
+Always true:
+  - a `Machine` runs a log in one thread from one seed: its disk, its clock and its background steps;
+  - an `Oracle` knows every entry by its seq from before it was given to the log, and what was promised of it;
+  - a promise is the return of an append, or a reader that saw an entry. Both hold for all that comes before,
+    because frames become durable in the order of their seqs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowwater.chaos.clock import SeededRandomness, VirtualClock
+from lowwater.chaos.disk import FaultyFiles
+from lowwater.chaos.runner import StepRunner
+from lowwater.chaos.survival import Survival
+from lowwater.engine.chain import create_entry, seal_entry, settings_entry
+from lowwater.engine.entries import Delete, Entry, Put, Writable, decode_payload
+from lowwater.engine.format import Extras
+from lowwater.engine.log import Log, LogOptions, Seams
+
+DIRECTORY = "log"
+CLUSTER_ID = bytes(range(16))
+SALT = bytes(range(16, 32))
+
+
+class Oracle:
+    """What a log must hold after whatever happened to it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.group_ends: dict[int, int] = {}
+        self.promised = 0
+
+    def expect(self, entries: Sequence[Entry]) -> None:
+        """These are on their way: after a crash a first part of them may be there."""
+        for entry in entries:
+            self.entries[entry.seq] = entry
+
+    def promise(self, seq: int) -> None:
+        self.promised = max(self.promised, seq)
+
+    def verify(self, log: Log) -> None:
+        """Compare the log with what was promised. What it holds beyond counts as promised from now on, and
+        what it does not hold was never there: its seqs may be given to other entries."""
+        held = list(log.read())
+        assert [entry.seq for entry in held] == sorted({entry.seq for entry in held}), "out of order, or twice"
+        last = held[-1].seq if held else 0
+        assert last >= self.promised, f"seq {self.promised} was promised, and the log ends with {last}"
+        expected = [entry for seq, entry in sorted(self.entries.items()) if seq <= last]
+        for mine, found in zip(expected, held, strict=True):
+            assert mine == found, f"{mine} became {found}"
+        if held and held[-1].extras is not None:
+            assert held[-1].extras.group_seq_last in (None, last), "a group was divided"
+        findings = list(log.check())
+        assert findings == [], findings
+        assert log.seq_last == last, "the next seq does not follow what is there"
+        self.entries = {entry.seq: entry for entry in held}
+        self.promised = last
+
+
+@dataclass
+class Machine:
+    """A log and everything under it. `open` begins a life of the program, `crash` ends it."""
+
+    options: LogOptions
+    seed: int = 0
+    files: FaultyFiles = field(init=False)
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    oracle: Oracle = field(default_factory=Oracle)
+    log: Any = None
+    runner: StepRunner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.files = FaultyFiles(clock=self.clock)
+        self.rng = random.Random(self.seed)
+        self.randomness = SeededRandomness(self.seed)
+        self.serial = 0
+        self.closed_seq = 0
+
+    # ------------------------------------------------------------------ lives
+
+    def open(self) -> Log:
+        self.runner = StepRunner(self.clock)
+        seams = Seams(
+            files=self.files,
+            clock=self.clock,
+            randomness=self.randomness,
+            runner=self.runner,
+            owner=f"life {self.files.life}",
+        )
+        create = create_entry(
+            CLUSTER_ID,
+            SALT,
+            {"segment_bytes": self.options.segment_bytes, "block_bytes": self.options.block_bytes},
+        )
+        if 1 not in self.oracle.entries:
+            self.oracle.expect([decode_payload(1, create.encode(self.clock.now_us()))])
+        self.log = Log.open(DIRECTORY, options=self.options, seams=seams, create=create)
+        self.oracle.promise(1)
+        return self.log
+
+    def close(self) -> None:
+        self.log.close()
+        self.closed_seq = self.log.seq_last
+
+    def synced_seq(self) -> int:
+        """What survives a power loss also with sync mode `none`: what was sealed, or closed in peace."""
+        segments = self.log.wal.store.segments if self.log is not None else []
+        return max(self.closed_seq, segments[-1].seq_last if segments else 0)
+
+    def crash(self, mode: Survival, rng: random.Random) -> None:
+        """The program is gone; of what was not synced the disk keeps what the mode says."""
+        self.files.crash(rng, mode)
+
+    def recover(self) -> None:
+        """Open after a crash and hold the log to its promises."""
+        # `create` has the time of its own life: it is another entry where the first one did not survive.
+        if self.oracle.promised == 0:
+            self.oracle.entries.clear()
+        self.open()
+        self.oracle.verify(self.log)
+
+    # ------------------------------------------------------------------ entries
+
+    def put(self, size: int) -> Put:
+        """An entry that no other is equal to."""
+        self.serial += 1
+        value = (b"%d " % self.serial) * (size // len(b"%d " % self.serial) + 1)
+        metadata = {"n": str(self.serial)} if self.serial % 5 == 0 else None
+        return Put("bücher", f"key {self.serial}", value[:size], metadata)
+
+    def _expect(self, entries: Sequence[Writable], *, group: bool = False) -> None:
+        time_us = max(self.clock.now_us(), self.log.chain.time_us)
+        seq_first = self.log.seq_last + 1
+        expected = [decode_payload(seq, entry.encode(time_us)) for seq, entry in enumerate(entries, seq_first)]
+        if group:
+            extras = Extras(group_seq_last=expected[-1].seq)
+            expected = [entry._replace(extras=extras) for entry in expected]
+        self.oracle.expect(expected)
+
+    def append(self, *entries: Writable) -> None:
+        self._expect(entries)
+        self.oracle.promise(self.log.append(*entries))
+
+    def append_group(self, *entries: Writable) -> None:
+        self._expect(entries, group=True)
+        self.oracle.promise(self.log.append_group(*entries))
+
+    def append_in_memory(self, *entries: Writable) -> None:
+        self._expect(entries)
+        self.log.append(*entries, ack="memory")
+
+    def submit(self, *entries: Writable) -> None:
+        self._expect(entries)
+        future = self.log.submit(*entries)
+        future.add_done_callback(lambda done: done.exception() or self.oracle.promise(done.result()))
+
+    def append_with_holes(self, step: int, *entries: Writable) -> None:
+        seqs = [self.log.seq_last + step * number for number in range(1, len(entries) + 1)]
+        payloads = [entry.encode(max(self.clock.now_us(), self.log.chain.time_us)) for entry in entries]
+        self.oracle.expect([decode_payload(seq, data) for seq, data in zip(seqs, payloads, strict=True)])
+        self.oracle.promise(self.log.append_payloads(payloads, seqs=seqs))
+
+    def seal(self) -> None:
+        if self.log.chain.body_bytes:
+            self._expect([seal_entry(self.log.chain.seq_first)])
+            self.oracle.promise(self.log.seal())
+
+    def sync(self) -> None:
+        self.oracle.promise(self.log.sync())
+
+    def read(self) -> None:
+        """What a reader saw is as good as promised."""
+        for entry in self.log.read():
+            assert self.oracle.entries[entry.seq] == entry
+            self.oracle.promise(entry.seq)
+
+    # ------------------------------------------------------------------ time
+
+    def idle(self, seconds: float = 0) -> None:
+        """Let the background do what there is to do."""
+        self.clock.advance(seconds)
+        self.runner.run_until_idle(self.rng)
+
+    def step(self) -> None:
+        self.runner.run_one(self.rng)
+
+
+# ---------------------------------------------------------------------------- the scripted workload
+
+SCRIPT_OPTIONS = LogOptions(segment_bytes=8192, block_bytes=1024)
+
+
+def script(machine: Machine) -> None:
+    """A bit of everything that a log does, in a few hundred operations of the file system."""
+    m = machine
+    m.open()
+    m.append(m.put(20))
+    m.append(*[m.put(50) for _ in range(5)])
+    m.append_group(m.put(10), m.put(600), Delete("bücher", "key 1"))
+    m.idle()
+    m.append(m.put(1500))
+    m.idle(1.1)  # a hint; and a spare, because a quarter of the segment is full
+    m.append_in_memory(m.put(100))
+    m.append_in_memory(m.put(0), m.put(700))
+    m.sync()
+    m.submit(m.put(40), m.put(41))
+    m.submit(m.put(42))
+    m.step()
+    m.step()
+    m.read()
+    m.append(m.put(4000))
+    m.append(m.put(3000))  # ends the segment by its size
+    m.append(m.put(30))  # before the footer is built
+    m.idle()
+    m.seal()
+    m.seal()
+    m.append(settings_entry({"segment_bytes": 12_288, "block_bytes": 2048}))
+    m.append_with_holes(7, m.put(5), m.put(900), m.put(6))
+    m.idle(0.5)
+    m.append(*[m.put(1100) for _ in range(26)])  # ends two segments, and begins a third
+    m.append_group(m.put(2500), m.put(2500), m.put(2500), m.put(2500), m.put(2500), m.put(1))
+    m.step()
+    m.append_in_memory(m.put(333))
+    m.close()
+    m.open()
+    m.append(m.put(77))
+    m.idle(1.5)
+    m.append(m.put(5000))
+    m.submit(m.put(5001))
+    m.idle()
+    m.append_group(m.put(9), m.put(8))
+    m.seal()
+    m.append(m.put(1))
+    m.read()
+    m.append_in_memory(m.put(222))

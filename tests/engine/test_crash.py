@@ -1,0 +1,225 @@
+"""A crash at every operation of the file system, and at every failure point, takes back no promise."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from lowwater import engine
+from lowwater.chaos.disk import SimulatedCrash
+from lowwater.chaos.survival import Survival
+from lowwater.chaos.workload import SCRIPT_OPTIONS, Machine, script
+from lowwater.engine import failpoints
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.log import LogOptions
+from lowwater.engine.seams import SyncMode
+
+# Each mode with a seed; a `random` power loss has several outcomes worth looking at.
+LOSSES: tuple[tuple[Survival, int], ...] = (
+    ("lose", 0), ("keep", 0), ("torn", 0), ("torn", 1), ("prefix", 0), ("prefix", 1),
+    ("random", 0), ("random", 1), ("random", 2), ("random", 3),
+)  # fmt: skip
+# As many tests as keep all processors busy.
+CHUNKS = 16
+
+
+@cache
+def operations_of_the_script(sync_mode: SyncMode = "fsync") -> int:
+    machine = Machine(options_with(sync_mode))
+    script(machine)
+    return machine.files.operations
+
+
+def options_with(sync_mode: SyncMode) -> LogOptions:
+    return replace(SCRIPT_OPTIONS, sync_mode=sync_mode)
+
+
+def crashed(number: int, *, after: bool, sync_mode: SyncMode = "fsync") -> Machine:
+    """A machine whose program ended at this operation of the script."""
+    machine = Machine(options_with(sync_mode))
+    machine.files.crash_at(number, after=after)
+    with pytest.raises(SimulatedCrash):
+        script(machine)
+    return machine
+
+
+def lose_and_recover(machine: Machine, loss: tuple[Survival, int], salt: int) -> None:
+    """Crash, come back, hold the log to its promises, and show that it can go on."""
+    mode, seed = loss
+    machine.crash(mode, random.Random(seed * 100_003 + salt))
+    machine.recover()
+    go_on(machine)
+
+
+def go_on(machine: Machine) -> None:
+    machine.append(machine.put(30))
+    machine.append_group(machine.put(5), machine.put(900))
+    machine.idle()
+    machine.oracle.verify(machine.log)
+    machine.seal()
+    machine.close()
+    machine.open()
+    machine.oracle.verify(machine.log)
+    machine.close()
+
+
+def test_the_script_has_enough_crash_points() -> None:
+    """Two for each operation, one before and one after it takes effect, times the losses that follow."""
+    assert operations_of_the_script() * 2 * len(LOSSES) >= 2000
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_a_crash_at_any_operation_takes_back_no_promise(chunk: int) -> None:
+    """An acknowledged entry that a power loss can take was never durable."""
+    for number in range(1 + chunk, operations_of_the_script() + 1, CHUNKS):
+        for after in (False, True):
+            for loss in LOSSES:
+                machine = crashed(number, after=after)
+                try:
+                    lose_and_recover(machine, loss, number)
+                except Exception as error:
+                    error.add_note(f"after a crash at operation {number}, {after=}, {loss=}")
+                    raise
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: int) -> None:
+    """Power that fails once often fails again, and what recovery half did must be recovered from."""
+    points = 0
+    for number in range(3 + 4 * chunk, operations_of_the_script() + 1, 16):
+        for loss in (("torn", 0), ("random", 1), ("random", 2), ("keep", 0)):
+            for second in range(1, 100):
+                machine = crashed(number, after=bool(number & 8))
+                machine.crash(loss[0], random.Random(loss[1] * 7 + number))  # type: ignore[arg-type]
+                if machine.oracle.promised == 0:
+                    machine.oracle.entries.clear()
+                machine.files.crash_at(machine.files.operations + second, after=bool(second & 1))
+                try:
+                    machine.open()
+                except SimulatedCrash:
+                    points += 1
+                else:
+                    break  # the recovery has no more operations
+                for again in (("lose", 0), ("random", 3)):
+                    if again[0] == "random":
+                        # The same two crashes once more: the first outcome of the second has used them up.
+                        machine = crashed(number, after=bool(number & 8))
+                        machine.crash(loss[0], random.Random(loss[1] * 7 + number))  # type: ignore[arg-type]
+                        if machine.oracle.promised == 0:
+                            machine.oracle.entries.clear()
+                        machine.files.crash_at(machine.files.operations + second, after=bool(second & 1))
+                        with pytest.raises(SimulatedCrash):
+                            machine.open()
+                    try:
+                        lose_and_recover(machine, again, number * 31 + second)  # type: ignore[arg-type]
+                    except Exception as error:
+                        error.add_note(f"after crashes at {number} ({loss}) and {second} of the recovery ({again})")
+                        raise
+    assert points > 20
+
+
+# ---------------------------------------------------------------------------- the other sync modes
+
+
+def test_with_fdatasync_a_crash_takes_back_no_promise() -> None:
+    """It leaves out what fsync does beyond the data, and the size of a file is part of the data."""
+    for number in range(1, operations_of_the_script("fdatasync") + 1, 3):
+        for loss in (("lose", 0), ("torn", 0), ("random", 0)):
+            machine = crashed(number, after=bool(number & 1), sync_mode="fdatasync")
+            lose_and_recover(machine, loss, number)  # type: ignore[arg-type]
+
+
+def test_without_syncing_kill_9_takes_back_no_promise() -> None:
+    """Sync mode `none` trusts the machine, not the program."""
+    for number in range(1, operations_of_the_script("none") + 1):
+        machine = crashed(number, after=bool(number & 1), sync_mode="none")
+        lose_and_recover(machine, ("keep", 0), number)
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_without_syncing_a_power_loss_takes_nothing_of_sealed_segments_and_clean_closes(chunk: int) -> None:
+    """What is left is a first part of the log, never less than what was sealed or closed in peace."""
+    for number in range(1 + chunk, operations_of_the_script("none") + 1, 4):
+        for loss in (("lose", 0), ("torn", 0), ("prefix", 0), ("random", 0), ("random", 1)):
+            machine = crashed(number, after=bool(number & 1), sync_mode="none")
+            machine.oracle.promised = machine.synced_seq()
+            try:
+                lose_and_recover(machine, loss, number)  # type: ignore[arg-type]
+            except Exception as error:
+                error.add_note(f"after a crash at operation {number}, {loss=}")
+                raise
+
+
+# ---------------------------------------------------------------------------- failure points
+
+
+def load_all_points() -> list[str]:
+    for module in pkgutil.iter_modules(engine.__path__, "lowwater.engine."):
+        importlib.import_module(module.name)
+    return sorted(failpoints.registry)
+
+
+@contextmanager
+def crashing_at(point: Failpoint, hit: int, machine: Machine) -> Iterator[None]:
+    """The program ends when it comes to this point for the `hit`th time."""
+    hits = 0
+
+    def crash() -> None:
+        nonlocal hits
+        hits += 1
+        if hits == hit:
+            # Nothing that the program does on its way out may reach the disk.
+            machine.files.crash_at(machine.files.operations + 1)
+            raise SimulatedCrash(point.name)
+
+    with point.armed(crash):
+        yield
+
+
+def script_with_recovery(machine: Machine) -> None:
+    """The script, a power loss in the middle of a write, and what comes after it."""
+    script(machine)
+    machine.append_in_memory(machine.put(3000))
+    machine.files.crash_at(machine.files.operations + 1, after=True)
+    with pytest.raises(SimulatedCrash) as ended:
+        machine.idle()
+    if not str(ended.value).startswith("at operation"):
+        raise ended.value
+    machine.crash("torn", random.Random(5))
+    machine.recover()
+    go_on(machine)
+
+
+@pytest.mark.parametrize("name", load_all_points())
+def test_every_failure_point_is_reached_and_survived(name: str) -> None:
+    """A point that the workload does not come by would look as if it had been tested."""
+    reached = 0
+    for hit in range(1, 60):
+        machine = Machine(SCRIPT_OPTIONS)
+        try:
+            with crashing_at(failpoints.registry[name], hit, machine):
+                script_with_recovery(machine)
+        except SimulatedCrash:
+            reached += 1
+        else:
+            break
+        lose_and_recover(machine, LOSSES[hit % len(LOSSES)], hit)
+    assert reached > 0, f"the workload does not reach {name}"
+
+
+def test_a_second_step_is_not_taken_after_a_crash() -> None:
+    """The harness itself: a program that went on after its crash would make all of the above worthless."""
+    machine = crashed(40, after=False)
+    operations = machine.files.operations
+    calls: tuple[Callable[[], object], ...] = (machine.close, machine.idle, lambda: machine.append(machine.put(1)))
+    for call in calls:
+        with pytest.raises(BaseException):  # noqa: B017, PT011 - a crash, or the poisoned log's error
+            call()
+    assert machine.files.operations == operations
