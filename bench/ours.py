@@ -16,7 +16,8 @@ from bench.peers import SEGMENT_BYTES, drop_cache, fill_cache
 
 OUTSTANDING = 64
 WAITERS = 64
-TIME_US = 1_700_000_000_000_000
+# Later than the log that takes them, as times are that were given by the proposer a moment ago.
+TIME_US = 2_000_000_000_000_000
 
 # Segments for reading are smaller, so that most of what is read is sealed.
 READ_SEGMENT_BYTES = 32 << 20

@@ -190,8 +190,8 @@ def check_link(header: SegmentHeader, before: Segment | None, path: str) -> None
         raise Corrupt("the segment names another time for the end of the one before it", path=path)
 
 
-def seal_steps(files: Files, directory: str, segment: Segment) -> Generator[None, None, None]:
-    """Give a complete segment its footer and its final name. Repeatable after a crash at any line."""
+def seal_steps(files: Files, segment: Segment) -> Generator[None, None, None]:
+    """Give a complete segment its footer, durably. Repeatable after a crash at any line."""
     assert not segment.sealed
     assert segment.positions is not None
     file = files.open(segment.path, write=True)
@@ -211,8 +211,6 @@ def seal_steps(files: Files, directory: str, segment: Segment) -> Generator[None
         file.sync("fsync")
     finally:
         file.close()
-    files.rename(segment.path, f"{directory}/{segment_name(segment.seq_first, segment.seq_last)}")
-    files.sync_directory(directory)
 
 
 # ---------------------------------------------------------------------------- the hint

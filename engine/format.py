@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import NamedTuple
 
 import cbor2
@@ -80,7 +80,7 @@ for _kind in Kind:
 KIND_CODES: dict[str, Kind] = {kind.name.lower(): kind for kind in Kind}
 
 
-class Flag(IntFlag):
+class Flag(IntEnum):
     """Which optional groups follow the fixed part, in this order, and two facts about the frame."""
 
     TXN = 1  # u64 transaction, u64 seq of its frame before this one

@@ -204,8 +204,11 @@ def inspect_current(
     try:
         header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
     except (Corrupt, NotLowwater) as error:
-        if floor > seq_before or (
-            not unsynced and find_frame(file, BATCH_BYTES_MAX, size, seq_above=seq_before) is not None
+        if (
+            floor > seq_before
+            or (not unsynced and find_frame(file, BATCH_BYTES_MAX, size, seq_above=seq_before) is not None)
+            # Header and first frame begin in one sector: a crash leaves zeros of it, or a first part.
+            or (any(file.read_at(0, HEADER_BYTES)) and _is_frame(file, HEADER_BYTES))
         ):
             raise Corrupt("the segment's header is damaged, and it holds acknowledged entries", offset=0) from error
         if isinstance(error, NotLowwater) and any(file.read_at(0, len(format.HEADER_MAGIC))):
@@ -223,6 +226,7 @@ def inspect_current(
         # The header came through, the first frames did not.
         if floor > seq_before:
             raise Corrupt("the segment has lost acknowledged entries", offset=HEADER_BYTES, seq=seq_before)
+        _require_no_frame(file, scan, seq_before)
         if scan.problem is not None and not unsynced:
             _require_torn(file, scan, size, seq_before)
         return None
@@ -237,10 +241,28 @@ def inspect_current(
                 offset=scan.problem_offset,
                 seq=scan.chain.seq_last,
             )
+        _require_no_frame(file, scan, scan.chain.seq_last)
         if not unsynced:
             _require_torn(file, scan, size, scan.chain.seq_last)
         torn_bytes = size - scan.end
     return Current(header, scan, scan.seq_first, torn_bytes)
+
+
+def _require_no_frame(file: File, scan: Scan, seq_last: int) -> None:
+    """A frame whose checksum matches was not torn. If the scan stopped there, it breaks a rule of the format."""
+    if scan.problem is not None and _is_frame(file, scan.problem_offset):
+        raise Corrupt(scan.problem, offset=scan.problem_offset, seq=seq_last)
+
+
+def _is_frame(file: File, position: int) -> bool:
+    head = file.read_at(position, format.FRAME_BYTES)
+    if len(head) < format.FRAME_BYTES:
+        return False
+    seq, length, checksum = format.FRAME.unpack(head)
+    if not seq or not format.FIXED_BYTES <= length <= format.PAYLOAD_BYTES_MAX:
+        return False
+    payload = file.read_at(position + format.FRAME_BYTES, length)
+    return len(payload) == length and format.frame_checksum(seq, payload) == checksum
 
 
 def _require_torn(file: File, scan: Scan, size: int, seq_last: int) -> None:

@@ -50,6 +50,7 @@ ZERO_STEP_BYTES = 2**20
 SPARE_AFTER_BYTES = 4 * 2**20
 SEALING_MAX = 2
 HINT_INTERVAL_S = 1.0
+_ASKED = 2**64
 HINT_AFTER_BYTES = 4 * 2**20
 
 _seq_last = attrgetter("seq_last")
@@ -307,13 +308,17 @@ class SegmentStore:
 
     # ------------------------------------------------------------------ housekeeping
 
-    @property
-    def wants_housekeeping(self) -> bool:
+    def claim_housekeeping(self) -> bool:
+        """Whether there is something to do in the background; true once until it was looked at."""
         current = self.current
-        return current is None or current.durable_bytes >= self._housekeeping_from_bytes
+        if current is not None and current.durable_bytes < self._housekeeping_from_bytes:
+            return False
+        self._housekeeping_from_bytes = _ASKED
+        return True
 
     def housekeeping_step(self) -> float | None:
         """One short piece of background work."""
+        self._housekeeping_from_bytes = _ASKED
         if self._job_step(may_prepare=True):
             return 0
         wait_s = self._hint_step()
@@ -363,12 +368,16 @@ class SegmentStore:
 
     def _seal(self, segment: Segment) -> Generator[None, None, None]:
         BEFORE_SEAL()
-        yield from seal_steps(self._files, self._directory, segment)
-        AFTER_SEAL()
+        yield from seal_steps(self._files, segment)
+        path = f"{self._directory}/{segment_name(segment.seq_first, segment.seq_last)}"
         with self._lock:
-            segment.path = f"{self._directory}/{segment_name(segment.seq_first, segment.seq_last)}"
+            # Readers open files by path under the lock, so name and list change together.
+            self._files.rename(segment.path, path)
+            segment.path = path
             segment.sealed = True
             segment.positions = segment.block_hashes = None
+        self._files.sync_directory(self._directory)
+        AFTER_SEAL()
 
     def _prepare_spare(self, size: int) -> Generator[None, None, None]:
         """Zeros for the next segment. A disk that has no room for them may still have room for entries."""
@@ -433,6 +442,8 @@ class SegmentStore:
             if self.current is not None and self._sync_mode == "none":
                 self.current.file.sync("fsync")
                 self._note_synced(self.current)
+            if self._spare_ready:
+                self._remove_quietly(f"{self._directory}/{SPARE}")
             self._write_hint(durable=True)
         if self.current is not None:
             self.current.file.close()

@@ -82,6 +82,10 @@ class WalOptions:
             raise InvalidConfig(f"sync_mode is {self.sync_mode!r}", hint="give fsync, fdatasync or none")
 
 
+class _QueueFullError(Exception):
+    """A coroutine cannot wait here: it would hold up its event loop."""
+
+
 class Ticket:
     """One append on its way to the disk, and who waits for it."""
 
@@ -265,24 +269,22 @@ class Wal:
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.clock.monotonic())
         ticket.loop = loop
+        waiter: asyncio.Future[int] = loop.create_future()
         while True:
+            room: asyncio.Future[None] | None = None
             with self.lock:
-                if self._queued_bytes < self.options.queue_bytes_max or not self._queue:
-                    ticket.waiter = loop.create_future()
+                try:
                     self._enqueue(build, ticket, None)
-                    wake = self._claim_for_writer()
-                    break
-                self._require_open()
-                room: asyncio.Future[None] = loop.create_future()
-                self._room_waiters.append((loop, room))
+                    ticket.waiter = waiter
+                except _QueueFullError:
+                    room = loop.create_future()
+                    self._room_waiters.append((loop, room))
                 wake = self._claim_for_writer()
             if wake:
                 self._writer.wake()
+            if room is None:
+                return await waiter
             await room
-        if wake:
-            self._writer.wake()
-        assert ticket.waiter is not None
-        return await ticket.waiter
 
     def enqueue(self, build: Build, *, timeout_s: float | None = None) -> int:
         """Append, and return the last seq at once (`ack="memory"`): it is durable after the next sync."""
@@ -311,7 +313,7 @@ class Wal:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
         while True:
-            self._wait_for_room(room_needed, timeout_s)
+            self._wait_for_room(room_needed, timeout_s, blocking=ticket is None or ticket.loop is None)
             seqs, payloads = build(self._chain)
             sizes = list(map(len, payloads))
             self._check(seqs, sizes)
@@ -361,13 +363,15 @@ class Wal:
                 raise OutOfOrderSeq(f"seq {seq} does not lie above {before}", seq=seq)
             before = seq
 
-    def _wait_for_room(self, needed: int, timeout_s: float | None) -> None:
+    def _wait_for_room(self, needed: int, timeout_s: float | None, *, blocking: bool) -> None:
         """With the lock held: return once `needed` bytes fit into the queue, or it is empty."""
         deadline_s = None if timeout_s is None else self.clock.monotonic() + timeout_s
         while True:
             self._require_open()
             if not self._queued_bytes or self._queued_bytes + needed <= self.options.queue_bytes_max:
                 return
+            if not blocking:
+                raise _QueueFullError
             self._urgent = True
             if not self._leading:
                 self._leading = True
@@ -503,7 +507,7 @@ class Wal:
         if pieces and pieces[-1].ends_segment:
             self.store.rotate()
             self._housekeeper.wake()
-        elif self.store.wants_housekeeping:
+        elif self.store.claim_housekeeping():
             self._housekeeper.wake()
 
     def _wake(self, tickets: Sequence[Ticket], error: LowwaterError | None) -> list[Ticket]:

