@@ -17,8 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# The yardstick itself may vary by this factor between rounds before the report calls the machine noisy.
-NOISE_MAX = 1.3
+# What is known to be steady on a quiet machine, and the factor that it may vary by between rounds: beyond it
+# the figures of that workload decide nothing.
+YARDSTICKS = {"batches": "raw", "single": "raw", "read": "sqlite", "open": "raw"}
+NOISE_MAX = 1.4
+
+VERDICT_STYLES = {"met": "green", "missed": "bold red"}
 
 Round = Mapping[str, Any]  # what one child answered
 Spread = dict[str, float]  # median, min and max over the rounds, and how many there were
@@ -194,23 +198,35 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]], rounds: int) -> list[dict[str, Any]]:
-    """Each target with what was measured for it; `met` is None where that was not done in every round."""
+    """Each target with what was measured for it, and the verdict: none where the figures carry none."""
     verdicts = []
     for target in TARGETS:
-        spread = summary.get(target.workload, {}).get(target.contender, {}).get(target.metric)
-        met = None
-        if spread is not None and spread["rounds"] == rounds:
+        part = summary.get(target.workload, {})
+        spread = part.get(target.contender, {}).get(target.metric)
+        if spread is None:
+            verdict = "not measured"
+        elif spread["rounds"] < rounds:
+            verdict = f"undecided: {spread['rounds']:.0f} of {rounds} rounds"
+        elif is_noisy(part, target.workload):
+            verdict = "undecided: noisy machine"
+        else:
             met = spread["median"] <= target.bar if target.at_most else spread["median"] >= target.bar
+            verdict = "met" if met else "missed"
         verdicts.append(
             {
                 "what": target.what,
                 "sign": "≤" if target.at_most else "≥",
                 "bar": target.bar,
                 "measured": spread,
-                "met": met,
+                "verdict": verdict,
             }
         )
     return verdicts
+
+
+def is_noisy(part: Mapping[str, Mapping[str, Spread]], workload: str) -> bool:
+    rate = part.get(YARDSTICKS[workload], {}).get("rate")
+    return rate is not None and rate["max"] > NOISE_MAX * rate["min"]
 
 
 def print_report(console: Console, report: Mapping[str, Any]) -> None:
@@ -218,8 +234,8 @@ def print_report(console: Console, report: Mapping[str, Any]) -> None:
     for workload in WORKLOADS:
         if part := report["workloads"].get(workload.name):
             _print_workload(console, workload, part, rounds)
-            _warn_of_noise(console, part)
-    _print_targets(console, report["targets"], rounds)
+            _warn_of_noise(console, workload, part)
+    _print_targets(console, report["targets"])
 
 
 def _print_workload(
@@ -262,33 +278,32 @@ def _print_workload(
         console.print(line)
 
 
-def _warn_of_noise(console: Console, part: Mapping[str, Mapping[str, Any]]) -> None:
-    rate = part.get("raw", {}).get("metrics", {}).get("rate")
-    if rate is not None and rate["max"] > NOISE_MAX * rate["min"]:
+def _warn_of_noise(console: Console, workload: Workload, part: Mapping[str, Mapping[str, Any]]) -> None:
+    if is_noisy({name: each["metrics"] for name, each in part.items()}, workload.name):
+        yardstick = part[YARDSTICKS[workload.name]]
+        rate = yardstick["metrics"]["rate"]
         console.print(
-            f"  Even '{part['raw']['label']}' went from {_number(rate['min'])} to {_number(rate['max'])}: "
+            f"  Even '{yardstick['label']}' went from {_number(rate['min'])} to {_number(rate['max'])}: "
             "something else used this machine. Repeat the run when it is quiet.",
             style="bold yellow",
         )
 
 
-def _verdict(target: Mapping[str, Any], rounds: int) -> Text:
-    if target["met"] is not None:
-        return Text("met", "green") if target["met"] else Text("MISSED", "bold red")
-    if target["measured"] is None:
-        return Text("not measured", "yellow")
-    return Text(f"undecided: {target['measured']['rounds']:.0f} of {rounds} rounds", "yellow")
-
-
-def _print_targets(console: Console, targets: Sequence[Mapping[str, Any]], rounds: int) -> None:
+def _print_targets(console: Console, targets: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="Targets", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     table.add_column("bar", justify="right")
     table.add_column("measured (min..max)", justify="right", no_wrap=True)
     table.add_column("")
     for each in targets:
+        verdict = each["verdict"]
         bar = f"{each['sign']} {_number(each['bar'])}"
-        table.add_row(each["what"], bar, _spread_text(each["measured"]), _verdict(each, rounds))
+        table.add_row(
+            each["what"],
+            bar,
+            _spread_text(each["measured"]),
+            Text(verdict, VERDICT_STYLES.get(verdict, "yellow")),
+        )
     console.print()
     console.print(table)
 

@@ -84,7 +84,7 @@ class Machine:
 
     # ------------------------------------------------------------------ lives
 
-    def open(self) -> Log:
+    def open(self, create: Writable | None = None) -> Log:
         self.runner = StepRunner(self.clock)
         seams = Seams(
             files=self.files,
@@ -93,11 +93,8 @@ class Machine:
             runner=self.runner,
             owner=f"life {self.files.life}",
         )
-        create = create_entry(
-            CLUSTER_ID,
-            SALT,
-            {"segment_bytes": self.options.segment_bytes, "block_bytes": self.options.block_bytes},
-        )
+        settings = {"segment_bytes": self.options.segment_bytes, "block_bytes": self.options.block_bytes}
+        create = create or create_entry(CLUSTER_ID, SALT, settings)
         created = decode_payload(1, create.encode(self.clock.now_us()))
         self.oracle.entries.setdefault(1, created)
         self.log = Log.open(DIRECTORY, options=self.options, seams=seams, create=create)

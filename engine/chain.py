@@ -149,7 +149,9 @@ def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
     """
     if kind == Kind.CREATE and not flags & Flag.REFUSED:
         if not chain.is_empty:
-            raise InvalidEntry("a log has one `create` entry, its first", hint="open a new directory for a new log")
+            raise InvalidEntry(
+                "a log has one `create` entry, its first", hint="open a new directory for a new log"
+            )
         assert entry_of is not None
         body = decode_body(entry_of)
         cluster_id = body.get("cluster_id")
@@ -167,7 +169,9 @@ def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
         )
     if kind == Kind.FORK and not flags & Flag.REFUSED:
         if chain.body_bytes:
-            raise InvalidEntry("a `fork` must be the first entry of its segment", hint="append a `seal` before it")
+            raise InvalidEntry(
+                "a `fork` must be the first entry of its segment", hint="append a `seal` before it"
+            )
         assert entry_of is not None
         body = decode_body(entry_of)
         cluster_id, epoch = body.get("cluster_id"), body.get("epoch")
@@ -180,9 +184,7 @@ def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
 
 
 # A tail of nothing but these is not sealed by age, or shipping would feed itself for ever.
-IDLE_KINDS = frozenset(
-    {Kind.NOOP, Kind.SEAL, Kind.SEGMENT_SHIPPED, Kind.CHECKPOINT, Kind.CHECKPOINT_SHIPPED}
-)
+IDLE_KINDS = frozenset({Kind.NOOP, Kind.SEAL, Kind.SEGMENT_SHIPPED, Kind.CHECKPOINT, Kind.CHECKPOINT_SHIPPED})
 # After these, another cluster id or epoch may stand in the header.
 CHANGES_OWNER = frozenset({Kind.CREATE, Kind.FORK})
 ENDS_SEGMENT = frozenset({Kind.SEAL, Kind.CHECKPOINT, Kind.SETTINGS})
@@ -190,7 +192,9 @@ ENDS_SEGMENT = frozenset({Kind.SEAL, Kind.CHECKPOINT, Kind.SETTINGS})
 FIRST_CONTROL_KIND = int(Kind.CREATE)
 
 
-def leave(chain: Chain, kind: int, flags: int, entry_of: Entry | None, *, in_group: bool) -> tuple[Chain, bool]:
+def leave(
+    chain: Chain, kind: int, flags: int, entry_of: Entry | None, *, in_group: bool
+) -> tuple[Chain, bool]:
     """The chain after a frame was counted into it, and whether that frame ends its segment."""
     if kind in ENDS_SEGMENT and not flags & Flag.REFUSED:
         if kind == Kind.SETTINGS:

@@ -34,7 +34,17 @@ if TYPE_CHECKING:
 _Int64 = npt.NDArray[np.int64]
 _FIXED = np.dtype(
     {
-        "names": ["seq", "length", "kind", "flags", "bucket_len", "key_len", "metadata_len", "time_us", "origin"],
+        "names": [
+            "seq",
+            "length",
+            "kind",
+            "flags",
+            "bucket_len",
+            "key_len",
+            "metadata_len",
+            "time_us",
+            "origin",
+        ],
         "formats": ["<u8", "<u4", "u1", "<u2", "<u2", "<u2", "<u2", "<u8", "<u8"],
         "offsets": [0, 8, 16, 17, 19, 21, 23, 25, 33],
         "itemsize": format.FRAME_FIXED_BYTES,
@@ -252,8 +262,8 @@ def _verified_windows(file: File) -> Iterator[tuple[bytes, int, array[int]]]:
 
 
 def _slices(data: bytes, starts: _Int64, ends: _Int64, *, text: bool) -> pyarrow.Array:
-    """`data[start:end]` for each pair. Offsets start, end, start, end, … over the raw bytes make an array whose
-    even slots are wanted and whose odd ones are the gaps; taking the even ones copies nothing else."""
+    """`data[start:end]` for each pair. Offsets start, end, start, end, … over the raw bytes make an array of
+    which the even slots are wanted and the odd ones gaps; taking the even ones copies nothing else."""
     import pyarrow as pa
 
     kind = pa.string() if text else pa.binary()

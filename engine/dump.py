@@ -24,7 +24,7 @@ from lowwater.engine.entries import Entry, decode_payload
 from lowwater.engine.format import HEADER_BYTES, Flag, Kind, SegmentHeader, SegmentTrailer
 from lowwater.engine.reader import SealedReader, first_frame, seq_of, time_of
 from lowwater.engine.recover import hash_body, inspect_current
-from lowwater.engine.salvage import TolerantFile, Frame, salvage_frames, whole_frames
+from lowwater.engine.salvage import Frame, TolerantFile, salvage_frames, whole_frames
 from lowwater.engine.scan import Readable, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, is_directory, open_place, open_single, walk

@@ -70,6 +70,8 @@ def decode_frames(data: bytes, start: int, end: int, *, verify: bool) -> Iterato
             txn = None
             name = names[kind]
             if flags or name is None:
+                if length < _FIXED_BYTES:
+                    raise Corrupt("a frame is too short for an entry")
                 format.check_kind_and_flags(kind, flags)
                 extras, bucket_start = format.decode_extras(flags, data, bucket_start, frame_end)
                 txn = extras.txn
@@ -236,4 +238,3 @@ def decode_body(entry: Entry) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Corrupt(f"the body of a {entry.kind} entry is not a map", seq=entry.seq)
     return body
-

@@ -2,8 +2,8 @@
 
 Always true:
   - a footer is a function of the segment's header and frames: whoever builds it builds the same bytes;
-  - it is built window by window, so memory depends on the number of frames (12 bytes each), not on their size;
-  - the vectorised builder in `columns.py` and the plain one here give the same result; a test holds them to it.
+  - it is built window by window: memory depends on the number of frames (12 bytes each), not on their size;
+  - the vectorised builder in `columns.py` and the plain one here give the same result; a test sees to it.
 """
 
 from __future__ import annotations

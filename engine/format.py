@@ -208,7 +208,9 @@ def encode_metadata(metadata: dict[str, str] | None) -> bytes:
     try:
         data = cbor2.dumps(dict(metadata), canonical=True)
     except (UnicodeEncodeError, cbor2.CBOREncodeError) as error:
-        raise InvalidEntry("this metadata cannot be written as UTF-8", hint="remove lone surrogates") from error
+        raise InvalidEntry(
+            "this metadata cannot be written as UTF-8", hint="remove lone surrogates"
+        ) from error
     if len(data) > METADATA_BYTES_MAX:
         raise InvalidEntry(
             f"this metadata has {len(data):,} bytes when encoded; at most {METADATA_BYTES_MAX:,} are allowed",
@@ -244,7 +246,9 @@ def encode_payload(
 ) -> bytes:
     """A frame's payload. Names and metadata come from `encode_name` and `encode_metadata`."""
     if not 0 <= time_us <= SEQ_MAX or not 0 <= origin <= SEQ_MAX:
-        raise InvalidEntry("time and origin must be unsigned 64-bit numbers", hint="give 0 where there is none")
+        raise InvalidEntry(
+            "time and origin must be unsigned 64-bit numbers", hint="give 0 where there is none"
+        )
     if extras is NO_EXTRAS:
         fixed = _pack_fixed(kind, 0, len(bucket), len(key), len(metadata), time_us, origin)
         payload = b"".join((fixed, bucket, key, metadata, value))
@@ -393,7 +397,9 @@ class SegmentHeader(NamedTuple):
             raise NewerVersion(f"the segment flags {flags:#x} are not known to this version")
         header = cls(*fields)
         if header.seq_first <= header.seq_before:
-            raise Corrupt("the segment header says that it begins before the segment that it follows", offset=0)
+            raise Corrupt(
+                "the segment header says that it begins before the segment that it follows", offset=0
+            )
         if not BLOCK_BYTES_MIN <= header.block_bytes <= BLOCK_BYTES_MAX:
             raise Corrupt(f"the segment header has a block size of {header.block_bytes}", offset=0)
         if header.compression > max(Compression):

@@ -108,8 +108,8 @@ class Log:
     ) -> Log:
         """Open the log in `directory`, or make one there; None keeps it in memory.
 
-        `config` is a TOML file, a mapping or a `Config`, of which the section `wal` counts; `options` says the
-        same in code. `registry` is where the log's metrics go; without one it makes its own.
+        `config` is a TOML file, a mapping or a `Config`, of which the section `wal` counts; `options` says
+        the same in code. `registry` is where the log's metrics go; without one it makes its own.
         `create` is False to refuse an empty directory, or the `create` entry of the new log (with its
         cluster id); otherwise a new log gets an id of its own.
         """
@@ -203,9 +203,7 @@ class Log:
 
     # ------------------------------------------------------------------ appending
 
-    def append(
-        self, *entries: Writable, ack: Ack = "durable", timeout_s: float | None = None
-    ) -> int:
+    def append(self, *entries: Writable, ack: Ack = "durable", timeout_s: float | None = None) -> int:
         """Append entries, and return the seq of the last once all are durable (or, with `ack="memory"`,
         at once). They get the next seqs, and the time at which they were ordered."""
         build = self._build(entries)
@@ -284,6 +282,7 @@ class Log:
 
     def seal(self) -> int:
         """End the current segment, and return the last seq. An empty segment cannot end."""
+
         def build(chain: Chain) -> tuple[None, list[bytes]]:
             if not chain.body_bytes:
                 raise NotFound("there is no segment to seal", hint="append something first")
@@ -343,17 +342,22 @@ class Log:
         if isinstance(start, datetime):
             if start.tzinfo is None:
                 raise InputError(
-                    "this time has no time zone", hint="use datetime.now(timezone.utc) or .replace(tzinfo=...)"
+                    "this time has no time zone",
+                    hint="use datetime.now(timezone.utc) or .replace(tzinfo=...)",
                 )
             return seq_before_time(self._wal, max(0, int(start.timestamp() * 1_000_000)), self._cold)
         if isinstance(start, int) and not isinstance(start, bool) and 0 <= start <= format.SEQ_MAX:
             return max(start - 1, 0)
-        raise InputError(f"cannot start at {start!r:.80}", hint='give "earliest", "latest", a seq, or a datetime')
+        raise InputError(
+            f"cannot start at {start!r:.80}", hint='give "earliest", "latest", a seq, or a datetime'
+        )
 
     def payload_at(self, seq: int) -> bytes | None:
         """The payload of the frame with this seq; None where it is a hole, or no longer here."""
         try:
-            for chunk in read_chunks(self._wal, seq - 1, seq_stop=min(seq, self._wal.durable_seq), cold=self._cold):
+            for chunk in read_chunks(
+                self._wal, seq - 1, seq_stop=min(seq, self._wal.durable_seq), cold=self._cold
+            ):
                 at = chunk.start
                 while at < chunk.end:
                     found, length, _ = format.FRAME.unpack_from(chunk.data, at)

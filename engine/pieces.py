@@ -173,12 +173,11 @@ def _cut_each(
     for index, (seq, payload) in enumerate(zip(seqs, payloads, strict=True)):
         frame_bytes = FRAME_BYTES + sizes[index]
         group_started = walk.in_group
-        begins_group = not group_started and payload[1] & Flag.GROUP
-        if index > run_start and not group_started:
-            # A group gets a piece of its own, or the two together might not fit into a batch.
-            if begins_group or run_bytes + frame_bytes > batch_bytes_max:
-                end_run(index, chain, ends_segment=False)
-                run_bytes = 0
+        # A group gets a piece of its own, or the two together might not fit into a batch.
+        full = payload[1] & Flag.GROUP or run_bytes + frame_bytes > batch_bytes_max
+        if full and index > run_start and not group_started:
+            end_run(index, chain, ends_segment=False)
+            run_bytes = 0
         chain, entered, ends_segment = step(chain, seq, payload, frame_bytes, walk)
         if entered is not None:
             starts_segment = entered

@@ -1,4 +1,4 @@
-"""Reading the log: one ordered stream over a colder source, sealed segments, the active file and the live tail.
+"""Reading the log: one ordered stream over a colder source, sealed segments, the active file, the live tail.
 
 Always true:
   - a reader gets every frame above its position exactly once, in order, or an error that names the gap;
@@ -71,7 +71,9 @@ class SealedReader:
         if segment_hash(self.block_hashes) != trailer.segment_hash:
             raise Corrupt("the block hashes do not add up to the segment's hash", offset=trailer.body_bytes)
         if -(-trailer.body_bytes // self.header.block_bytes) != trailer.block_count:
-            raise Corrupt("the number of block hashes does not fit the segment's size", offset=trailer.body_bytes)
+            raise Corrupt(
+                "the number of block hashes does not fit the segment's size", offset=trailer.body_bytes
+            )
         if self.positions[0] != HEADER_BYTES or self.positions[-1] >= trailer.body_bytes:
             raise Corrupt("the positions in the footer do not fit the segment", offset=trailer.body_bytes)
 
@@ -139,7 +141,7 @@ def first_frame(
     measure: Measure,
     lowest: int,
 ) -> tuple[int, bytes | None]:
-    """The number of the first frame that measures at least `lowest`, and the first bytes of the one before it.
+    """The number of the first frame that measures at least `lowest`, and the start of the one before it.
 
     The search looks at bytes that nobody has verified, and one flipped bit leads it past good frames. So
     what it found and what comes before it are read again by `verified`: between them lies the answer.
@@ -195,7 +197,8 @@ def read_chunks(
     wal: Wal, seq: int, *, seq_stop: int | None, cold: ColdSource | None = None
 ) -> Generator[Chunk, None, None]:
     """What lies above `seq`, up to `seq_stop`; where that is None it goes on, waiting for what comes, until
-    the log is closed. Chunks follow one another; the first may begin, and the last end, beyond what was asked."""
+    the log is closed. Chunks follow one another; the first may begin before what was asked, and the last end
+    after it."""
     while seq_stop is None or seq < seq_stop:
         with wal.lock:
             chunk = wal.ring.after(seq)
@@ -219,7 +222,9 @@ def read_chunks(
             with typed_errors(view.path, "read the log"):
                 for chunk in view.chunks_after(seq):
                     if not chunk.seq_before <= seq < chunk.seq_last:
-                        raise Corrupt("the frames of the segment do not follow one another", seq=chunk.seq_last)
+                        raise Corrupt(
+                            "the frames of the segment do not follow one another", seq=chunk.seq_last
+                        )
                     yield chunk
                     seq = chunk.seq_last
                     if seq_stop is not None and seq >= seq_stop:

@@ -6,17 +6,17 @@ Always true once `recover` has returned:
   - the only bytes that were dropped are those of one torn batch, above every position known to be durable;
   - any other damage raised an error, and no byte of the directory was changed before that was known.
 
-| row | current.log                          | decision           | the crash that makes it                       |
-|-----|--------------------------------------|--------------------|-----------------------------------------------|
-| A   | missing                              | begin a segment    | between two segments, or a new directory      |
-| B   | no header, nothing durable in it     | begin a segment    | before the first sync of a segment            |
-| C   | no header, but it held durable frames | Corrupt           | none: damage                                  |
-| D   | header does not follow the chain     | Corrupt            | none: damage, or a file from elsewhere        |
-| E   | good frames, then zeros              | go on              | kill -9, power loss between batches, a close  |
-| F   | good frames, then a torn batch       | truncate, go on    | power loss while a batch was written          |
-| G   | good frames, then other damage       | Corrupt            | none: damage                                  |
-| H   | fewer frames than were durable       | Corrupt            | none: damage                                  |
-| I   | a complete segment                   | rotate, go on      | after the last sync of a segment              |
+| row | current.log                      | decision        | the crash that makes it                      |
+|-----|----------------------------------|-----------------|----------------------------------------------|
+| A   | missing                          | begin a segment | between two segments, or a new directory     |
+| B   | no header, nothing durable in it | begin a segment | before the first sync of a segment           |
+| C   | no header, but durable frames    | Corrupt         | none: damage                                 |
+| D   | header does not follow the chain | Corrupt         | none: damage, or a file from elsewhere       |
+| E   | good frames, then zeros          | go on           | kill -9, power loss between batches, a close |
+| F   | good frames, then a torn batch   | truncate, go on | power loss while a batch was written         |
+| G   | good frames, then other damage   | Corrupt         | none: damage                                 |
+| H   | fewer frames than were durable   | Corrupt         | none: damage                                 |
+| I   | a complete segment               | rotate, go on   | after the last sync of a segment             |
 
 A batch is torn (F) where it lies above the hint and what the caller knows to be durable, and no whole frame
 starts more than one maximal batch after it. With sync mode `none` everything above the hint can be torn.
@@ -122,7 +122,7 @@ def _load_unsealed(files: Files, path: str, seq_first: int, seq_last: int) -> Se
         scan = scan_frames(file, header, stop=file.size())
         if not scan.complete or scan.chain.seq_last != seq_last or scan.seq_first != seq_first:
             raise Corrupt(
-                f"the segment was complete with seq {seq_last}; its frames are good up to {scan.chain.seq_last}",
+                f"the segment was complete with seq {seq_last} and is good up to {scan.chain.seq_last}",
                 offset=scan.end,
                 seq=scan.chain.seq_last,
             )
@@ -210,7 +210,9 @@ def inspect_current(
             # Header and first frame begin in one sector: a crash leaves zeros of it, or a first part.
             or (any(file.read_at(0, HEADER_BYTES)) and _is_frame(file, HEADER_BYTES))
         ):
-            raise Corrupt("the segment's header is damaged, and it holds acknowledged entries", offset=0) from error
+            raise Corrupt(
+                "the segment's header is damaged, and it holds acknowledged entries", offset=0
+            ) from error
         if isinstance(error, NotLowwater) and any(file.read_at(0, len(format.HEADER_MAGIC))):
             # A crash leaves zeros here, or a header: opening must not remove a file that is somebody else's.
             raise NotLowwater(
@@ -231,7 +233,9 @@ def inspect_current(
             _require_torn(file, scan, size, seq_before)
         return None
     if scan.seq_first != header.seq_first:
-        raise Corrupt(f"the segment begins with seq {scan.seq_first}; its header says {header.seq_first}", offset=0)
+        raise Corrupt(
+            f"the segment begins with seq {scan.seq_first}; its header says {header.seq_first}", offset=0
+        )
     torn_bytes = 0
     if scan.problem is not None:
         in_hint = hint is not None and hint.segment_seq_first == header.seq_first
@@ -249,7 +253,7 @@ def inspect_current(
 
 
 def _require_no_frame(file: File, scan: Scan, seq_last: int) -> None:
-    """A frame whose checksum matches was not torn. If the scan stopped there, it breaks a rule of the format."""
+    """A frame whose checksum matches was not torn: where the scan stopped there, it breaks a rule."""
     if scan.problem is not None and _is_frame(file, scan.problem_offset):
         raise Corrupt(scan.problem, offset=scan.problem_offset, seq=seq_last)
 
@@ -262,7 +266,7 @@ def _is_frame(file: File, position: int) -> bool:
     if not seq or not format.FIXED_BYTES <= length <= format.PAYLOAD_BYTES_MAX:
         return False
     payload = file.read_at(position + format.FRAME_BYTES, length)
-    return len(payload) == length and format.frame_checksum(seq, payload) == checksum
+    return len(payload) == length and bool(format.frame_checksum(seq, payload) == checksum)
 
 
 def _require_torn(file: File, scan: Scan, size: int, seq_last: int) -> None:
@@ -296,4 +300,3 @@ def repair_current(file: File, current: Current, hint: Hint | None) -> None:
     for offset in range(start, end, READ_BYTES):
         write_all(file, offset, [file.read_at(offset, min(READ_BYTES, end - offset))])
     file.sync("fsync")
-

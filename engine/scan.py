@@ -70,8 +70,10 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
             if frame_end > size:
                 needed = FRAME_BYTES + length
                 break
-            if seq <= seq_last or length < format.FIXED_BYTES or checksum != crc32(
-                view[position + 16 : frame_end], crc32(view[position : position + 12])
+            if (
+                seq <= seq_last
+                or length < format.FIXED_BYTES
+                or checksum != crc32(view[position + 16 : frame_end], crc32(view[position : position + 12]))
             ):
                 break
             if (

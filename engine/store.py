@@ -71,7 +71,8 @@ class CurrentSegment:
 
     __slots__ = (
         "body_bytes", "durable_bytes", "durable_frames", "durable_seq_last", "durable_time_us", "file",
-        "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us", "zeroed_bytes",
+        "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us",
+        "zeroed_bytes",
     )  # fmt: skip
 
     def __init__(self, file: File, header: SegmentHeader, hasher: BlockHasher) -> None:
@@ -508,6 +509,6 @@ class SegmentStore:
     @property
     def bytes_total(self) -> int:
         current = self.current
-        return sum(segment.body_bytes for segment in self.segments) + (current.durable_bytes if current else 0)
-
-
+        return sum(segment.body_bytes for segment in self.segments) + (
+            current.durable_bytes if current else 0
+        )

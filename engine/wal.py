@@ -77,7 +77,9 @@ class WalOptions:
         ):
             value = getattr(self, name)
             if not lowest <= value <= highest:
-                raise InvalidConfig(f"{name} is {value:,}", hint=f"give a number from {lowest:,} to {highest:,}")
+                raise InvalidConfig(
+                    f"{name} is {value:,}", hint=f"give a number from {lowest:,} to {highest:,}"
+                )
         if self.sync_mode not in ("fsync", "fdatasync", "none"):
             raise InvalidConfig(f"sync_mode is {self.sync_mode!r}", hint="give fsync, fdatasync or none")
 
@@ -347,7 +349,8 @@ class Wal:
             )
         if sum(sizes) > format.BATCH_BYTES_MAX:
             raise InvalidEntry(
-                f"one append takes at most {format.BATCH_BYTES_MAX:,} bytes", hint="append fewer entries at once"
+                f"one append takes at most {format.BATCH_BYTES_MAX:,} bytes",
+                hint="append fewer entries at once",
             )
         if seqs is None:
             if self._chain.seq_last + len(sizes) > format.SEQ_MAX:
@@ -511,7 +514,7 @@ class Wal:
             self._housekeeper.wake()
 
     def _wake(self, tickets: Sequence[Ticket], error: LowwaterError | None) -> list[Ticket]:
-        """Settle the appends. Wakes threads and coroutines; returns those whose futures are to be resolved."""
+        """Settle the appends: wake threads and coroutines, and return those with futures to resolve."""
         futures: list[Ticket] = []
         by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
         for ticket in tickets:
@@ -608,7 +611,8 @@ def _lock_directory(files: Files, directory: str, owner: str) -> File:
             holder = file.read_at(0, 256).decode(errors="replace").strip()
             file.close()
             raise DirectoryLocked(
-                f"this log is open already: {holder}" if holder else "this log is open already", path=directory
+                f"this log is open already: {holder}" if holder else "this log is open already",
+                path=directory,
             ) from error
 
 

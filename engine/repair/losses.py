@@ -75,7 +75,7 @@ def find_losses(files: Files, source: Source, plan: Plan) -> Losses:
 
 
 def _runs(files: Files, candidate: Candidate, start: int, seq_before: int | None) -> list[Unconnected]:
-    """The runs of whole frames from `start` on. `seq_before` is what the first follows, where that is known."""
+    """The runs of whole frames from `start` on. The first follows `seq_before`, where that is known."""
     runs: list[Unconnected] = []
     with open_candidate(files, candidate) as file:
         positions: Sequence[int] = ()

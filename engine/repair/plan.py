@@ -130,7 +130,7 @@ class Planner:
         later = [candidate for candidate in self._rest if candidate.seq_first > self.plan.seq_last]
         linked = [candidate for candidate in later if self._link_problem(candidate) is None]
         if linked:
-            return linked[0] if len(linked) == 1 else max(linked, key=self._good_bytes)
+            return linked[0] if len(linked) == 1 else max(linked, key=self._worth)
         for candidate in later:
             if candidate.header is None and self._put_header_back(candidate):
                 return candidate
@@ -154,10 +154,12 @@ class Planner:
             return error.message
         return None
 
-    def _good_bytes(self, candidate: Candidate) -> int:
+    def _worth(self, candidate: Candidate) -> tuple[int, bool]:
+        """Of copies, the one with the most good frames is kept, and of equal ones that with the name."""
         assert candidate.header is not None
         with open_candidate(self._files, candidate) as file:
-            return scan_frames(file, candidate.header, stop=candidate.frames_stop).end
+            end = scan_frames(file, candidate.header, stop=candidate.frames_stop).end
+        return end, candidate.is_current or candidate.named is not None
 
     # ------------------------------------------------------------------ what of it is kept
 

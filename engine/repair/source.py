@@ -23,7 +23,7 @@ from lowwater.engine.directory import (
     read_trailer,
     typed_errors,
 )
-from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, SEQ_MAX, SegmentHeader, SegmentTrailer
+from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, SEQ_MAX, U32, SegmentHeader, SegmentTrailer
 from lowwater.engine.pieces import GroupWalk, step
 from lowwater.engine.reader import SealedReader
 from lowwater.engine.recover import hash_body
@@ -161,14 +161,17 @@ def put_header_back(
     files: Files, candidate: Candidate, before: Segment | None, chain: Chain, links: set[tuple[int, bytes]]
 ) -> bool:
     """Whether a damaged header could be restored: as the log up to here and the first frame have it, and
-    proved by the footer, or by `links`, the (seq, hash) that other segments say they follow."""
+    proved by what is left of it, by the footer, or by `links`: the (seq, hash) that other segments follow."""
     with open_candidate(files, candidate) as file:
         header = _header_that_fits(file, candidate, before, chain)
         if header is None:
             return False
         head = header.encode()
         mended = TolerantFile(file, head=head)
-        if not _is_proved(mended, candidate, header, links):
+        # Its own checksum, or all that this covers, is left of it.
+        stored = file.read_at(0, HEADER_BYTES)
+        own = stored[-U32.size :] == head[-U32.size :] or stored[: -U32.size] == head[: -U32.size]
+        if not own and not _is_proved(mended, candidate, header, links):
             return False
     candidate.header, candidate.head = header, head
     return True

@@ -1,11 +1,11 @@
 """Lowwater: a storage engine whose history lives in object storage. Today: its log.
 
-    import lowwater
+import lowwater
 
-    with lowwater.Log.open("data/wal") as log:
-        log.append(lowwater.Put("photos", "cat.jpg", b"..."))
-        for entry in log.read("earliest"):
-            print(entry.seq, entry.kind, entry.key)
+with lowwater.Log.open("data/wal") as log:
+    log.append(lowwater.Put("photos", "cat.jpg", b"..."))
+    for entry in log.read("earliest"):
+        print(entry.seq, entry.kind, entry.key)
 """
 
 from __future__ import annotations

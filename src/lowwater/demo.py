@@ -67,7 +67,9 @@ def _write_until_killed(directory: Path) -> int:
     """The process that is going to be killed: prints each seq once it is durable."""
     with Log.open(directory, options=OPTIONS) as log:
         while True:
-            payloads = [encode_put("demo", f"key-{log.seq_last + 1 + n}", b"x" * 100, time_us=0) for n in range(20)]
+            payloads = [
+                encode_put("demo", f"key-{log.seq_last + 1 + n}", b"x" * 100, time_us=0) for n in range(20)
+            ]
             sys.stdout.write(f"{log.append_payloads(payloads)}\n")
             sys.stdout.flush()
 
@@ -75,7 +77,9 @@ def _write_until_killed(directory: Path) -> int:
 def _survives_a_kill(console: Console, directory: Path, table: Table) -> bool:
     with console.status("a process writes, and is killed"):
         writer = subprocess.Popen(
-            [sys.executable, "-m", "lowwater.demo", "--writer", str(directory)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "lowwater.demo", "--writer", str(directory)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert writer.stdout is not None
         first = int(writer.stdout.readline())

@@ -136,11 +136,15 @@ class NotLowwater(DataError):
 
 
 class Corrupt(DataError):
-    default_hint = "run `lowwater log verify` on the directory, then `lowwater log repair` into a copy, or restore"
+    default_hint = (
+        "run `lowwater log verify` on the directory, then `lowwater log repair` into a copy, or restore"
+    )
 
 
 class LogDivergence(DataError):
-    default_hint = "two writers have given one seq to two entries: stop both, and find out which history is right"
+    default_hint = (
+        "two writers have given one seq to two entries: stop both, and find out which history is right"
+    )
 
 
 class ReopenError(LowwaterError):

@@ -102,15 +102,144 @@ def sealed_files(files: MemoryFiles | FaultyFiles, directory: str) -> dict[str, 
     return contents
 
 
+class Encoded:
+    """An entry that has its payload, and its time, already."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def encode(self, _time_us: int) -> bytes:
+        return self._payload
+
+
+def first_entry() -> Encoded:
+    return Encoded(history()[0][1][0])
+
+
 @cache
 def reference() -> dict[str, bytes]:
-    """The segments that one call an entry gives, without any trouble."""
+    """The segments that one call for each entry gives, without any trouble."""
     files = MemoryFiles()
-    log = Log.open("log", seams=Seams(files=files), create=False) if False else None
-    assert log is None
-    with Log.open("log", seams=Seams(files=files), create=_first_entry()) as log:
+    with Log.open("log", seams=Seams(files=files), create=first_entry()) as log:
         for seqs, payloads in history()[1:]:
             log.append_payloads(payloads, seqs=seqs)
     segments = sealed_files(files, "log")
     assert len(segments) > 20
     return segments
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_segments_do_not_depend_on_batching_and_crashes(chunk: int) -> None:
+    """Replicas that crash and batch as they do must ship the same objects under the same names."""
+    crashes = 0
+    for schedule in range(chunk, SCHEDULES, 4):
+        rng = random.Random(f"crashes {schedule}")
+        machine = Machine(random_options(rng), schedule)
+        done = False
+        while not done:
+            if rng.random() < 0.7:
+                machine.files.crash_at(machine.files.operations + rng.randint(1, 150), after=rng.random() < 0.5)
+            machine.options = replace(random_options(rng), segment_bytes=machine.options.segment_bytes)
+            try:
+                live_once(machine, rng)
+                done = True
+            except SimulatedCrash:
+                crashes += 1
+                machine.crash(rng.choice(SURVIVALS), rng)
+        assert sealed_files(machine.files, "log") == reference(), f"schedule {schedule}"
+    assert crashes > SCHEDULES // 8
+
+
+def live_once(machine: Machine, rng: random.Random) -> None:
+    log = machine.open(create=first_entry())
+    for seqs, payloads in calls_after(log.seq_last, rng):
+        if rng.random() < 0.5:
+            log.append_payloads(payloads, seqs=seqs)
+        else:
+            log.submit_payloads(payloads, seqs=seqs)
+        if rng.random() < 0.2:
+            machine.idle(rng.choice((0, 0.7)))
+    log.sync()
+    log.close()
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_segments_do_not_depend_on_the_timing_of_threads(chunk: int) -> None:
+    """Batches form by chance, and footers and spares are made while entries arrive."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for schedule in range(chunk, SCHEDULES, 4):
+            assert segments_by_threads(random.Random(f"threads {schedule}")) == reference(), schedule
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def segments_by_threads(rng: random.Random) -> dict[str, bytes]:
+    files = MemoryFiles()
+    log = Log.open("log", options=random_options(rng), seams=Seams(files=files), create=first_entry())
+    calls = iter(calls_after(1, rng))
+    turn = threading.Lock()
+    futures: list[Future[int]] = []
+    failures: list[BaseException] = []
+    seen: list[int] = []
+    blocking = rng.choice((0, 0.1, 0.9))
+    chances = random.Random(rng.random())
+
+    def append() -> None:
+        try:
+            while True:
+                with turn:  # whoever orders entries gives them to the log in order
+                    call = next(calls, None)
+                    if call is None:
+                        return
+                    if chances.random() < blocking:
+                        log.append_payloads(call[1], seqs=call[0])
+                    else:
+                        futures.append(log.submit_payloads(call[1], seqs=call[0]))
+        except BaseException as error:  # noqa: BLE001 - the test's own thread raises it
+            failures.append(error)
+
+    reader = threading.Thread(target=lambda: seen.extend(e.seq for e in log.read(follow=True)))
+    threads = [threading.Thread(target=append) for _ in range(rng.choice((1, 3)))]
+    for thread in (reader, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for future in futures:
+        future.result()
+    log.close()
+    reader.join()
+    assert failures == []
+    assert seen == [seq for seqs, _ in history() for seq in seqs]
+    return sealed_files(files, "log")
+
+
+# ---------------------------------------------------------------------------- one seed, one trace
+
+TRACES = f"""
+from lowwater.chaos.workload import random_workload
+for seed in range({SEEDS}):
+    print(random_workload(seed))
+"""
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_operations_in_every_process() -> None:
+    """A failure that cannot be repeated cannot be understood. Hashing differs from process to process."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRACES],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": hash_seed},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for hash_seed in ("0", "1", "42", "random")
+    ]
+    outputs = [child.communicate() for child in children]
+    assert [child.returncode for child in children] == [0] * 4, outputs[0][1]
+    traces = [out.split("\n")[-SEEDS - 1 : -1] for out, _ in outputs]
+    for seed, of_seed in enumerate(zip(*traces, strict=True)):
+        assert len(set(of_seed)) == 1, f"seed {seed}"
+    assert len(set(traces[0])) == SEEDS, "different seeds do different things"

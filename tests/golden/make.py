@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,7 +118,7 @@ def encode(spec: Spec) -> bytes:
         spec["key"].encode(),
         format.encode_metadata(spec["metadata"]),
         spec["value"],
-        time_us=spec.get("given_time_us", spec["time_us"]),
+        time_us=spec["given_time_us"] if "given_time_us" in spec else spec["time_us"],
         origin=spec["origin"],
         extras=Extras(**extras) if extras else format.NO_EXTRAS,
     )
@@ -163,7 +162,7 @@ def minimal() -> list[Spec]:
 
 def kinds() -> list[Spec]:
     """Every kind. `fork` begins a segment; `seal`, `settings` and `checkpoint` end theirs."""
-    topic = {"bucket": "clicks", "key": "user-7", "value": b"message", "stream_offset": 0}
+    topic: Spec = {"bucket": "clicks", "key": "user-7", "value": b"message", "stream_offset": 0}
     names = ["horizon", "pin", "unpin", "prune", "noop", "segment_shipped", "checkpoint_shipped", "compacted"]
     return [
         create(),
@@ -285,7 +284,7 @@ def big_seqs() -> list[Spec]:
     return [
         create(),
         seal(2**53 + 1, 1),
-        put(2**63 - 1, "a", b"1"),
+        put(2**63 - 1, "a", b"1", time_us=TIME_US + 1000),
         put(2**63, "b", b"2", time_us=TIME_US + 1000),
         put(SEQ_MAX - 1, "c", b"3", time_us=TIME_US + 2000, txn=SEQ_MAX - 2, txn_seq_before=2**63),
         seal(SEQ_MAX, 2**63 - 1) | {"time_us": TIME_US + 3000},
@@ -331,7 +330,7 @@ def empty_values() -> list[Spec]:
 
 def current() -> list[Spec]:
     """Not sealed: zeros follow the last frame."""
-    group = {"group_seq_last": 4}
+    group: Spec = {"group_seq_last": 4}
     return [
         create(segment_bytes=4096),
         put(2, "a", b"1"),
@@ -436,12 +435,8 @@ def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
     specs = minimal()
     ((name, data),) = write_log(specs).items()
     body_bytes = SegmentTrailer.decode(data).body_bytes
-    json_file = expected(data, specs)
-    yield (
-        f"sealing/{name.replace('segment', 'sealing')}",
-        data[:body_bytes] + bytes(4096 - body_bytes),
-        json_file,
-    )
+    data = data[:body_bytes] + bytes(4096 - body_bytes)
+    yield f"sealing/{name.replace('segment', 'sealing')}", data, expected(data, specs)
 
 
 def compressed(kept: bytes | None) -> Iterator[tuple[str, bytes, bytes]]:
@@ -581,4 +576,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

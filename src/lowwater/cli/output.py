@@ -1,14 +1,31 @@
-"""What all commands share: the option `--json`, and how an error looks."""
+"""What all commands share: the option `--json`, how an error looks, tables, units, and progress.
+
+Always true: results go to standard output and all else to standard error; under `--json` both are JSON.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from types import FrameType
+from typing import Any, TextIO
 
 import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from lowwater.errors import LowwaterError
 
 JSON_KEY = "lowwater.json"
+TABLE_WIDTH_MAX = 1000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _remember(ctx: click.Context, _param: click.Parameter, as_json: bool) -> bool:
@@ -30,3 +47,100 @@ def print_error(ctx: click.Context, error: LowwaterError) -> None:
     click.echo(f"error: {error}", err=True)
     if error.hint:
         click.echo(f"hint: {error.hint}", err=True)
+
+
+# ---------------------------------------------------------------------------- results
+
+
+def standard_output() -> TextIO:
+    """For text from a log, which may hold letters that the terminal's encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return sys.stdout
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one document of a command under `--json`."""
+    click.echo(json.dumps(document, indent=2))
+
+
+def print_table(table: Table) -> None:
+    """In a file or a pipe a table is as wide as it must be, so that nothing of it is cut off."""
+    out = standard_output()
+    console = Console(file=out, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(file=out, highlight=False, markup=False, emoji=False, width=TABLE_WIDTH_MAX)
+    console.print(table)
+
+
+def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table with these columns; those in `right` hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def size(value: int | None) -> str:
+    """Bytes as people read them. JSON has the number."""
+    if value is None:
+        return ""
+    amount, units = float(value), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.0f} {units[0]}" if units[0] == "B" else f"{amount:.1f} {units[0]}"
+
+
+def time(value_us: int | None) -> str:
+    """A time of the log as ISO 8601, or as the number where the calendar ends before it."""
+    if value_us is None:
+        return ""
+    try:
+        moment = _EPOCH + timedelta(microseconds=value_us)
+    except OverflowError:
+        return f"{value_us} us"
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def visible(text: str) -> str:
+    """Text from a log as one line that cannot steer a terminal: what does not print is escaped."""
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(
+        letter if letter.isprintable() and letter != "\\" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+# ---------------------------------------------------------------------------- long work
+
+
+@contextmanager
+def progress_bar(what: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+    """Yields what is called with each number of bytes done. The bar is on standard error, and only where
+    that is a terminal; `total_bytes` is not asked otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total_bytes())
+        yield lambda count: progress.advance(task, count)
+
+
+def end_on_sigterm(ctx: click.Context) -> None:
+    """Have SIGTERM end the command as Ctrl-C does: what it opened is closed, what it began is removed."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is threading.main_thread():
+        former = signal.signal(signal.SIGTERM, stop)
+        ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, former))

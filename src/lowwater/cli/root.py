@@ -16,7 +16,7 @@ from lowwater.cli.output import print_error
 from lowwater.errors import LowwaterError
 
 # One name for each file here that holds a command: `log` is the object `log` in `log.py`.
-COMMANDS: tuple[str, ...] = ()
+COMMANDS: tuple[str, ...] = ("log",)
 
 INTERRUPTED = 130
 

@@ -1,0 +1,258 @@
+"""`lowwater log dump`: the entries of a log, as lines or as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import click
+
+from lowwater.cli.log.findings import exit_by, finding_as_json
+from lowwater.cli.output import json_option, standard_output, time, visible
+from lowwater.engine.chain import FIRST_CONTROL_KIND
+from lowwater.engine.check import Finding
+from lowwater.engine.dump import Selection, dump_entries
+from lowwater.engine.entries import Entry, decode_body
+from lowwater.engine.format import KIND_CODES, SEQ_MAX
+from lowwater.engine.real import RealFiles
+from lowwater.errors import Corrupt
+
+LINES_AT_ONCE = 200
+SEQ = click.IntRange(0, SEQ_MAX)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Time(click.ParamType[int]):
+    """A time as people write it, in microseconds since 1970."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value)
+        if text.isdecimal():
+            return min(int(text), SEQ_MAX)
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            self.fail(
+                f"{text!r} is no time: give 2026-01-31, 2026-01-31T12:00:00Z, or microseconds since 1970",
+                param,
+                ctx,
+            )
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return max(0, (moment - _EPOCH) // timedelta(microseconds=1))
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--from", "seq_first", type=SEQ, default=0, help="The lowest seq.")
+@click.option("--to", "seq_last", type=SEQ, default=SEQ_MAX, help="The highest seq.")
+@click.option("--since", type=Time(), default=0, help="No entries before this time; without a zone, UTC.")
+@click.option("--until", type=Time(), default=SEQ_MAX + 1, help="No entries at or after this time.")
+@click.option(
+    "--kind",
+    "kinds",
+    type=click.Choice(list(KIND_CODES)),
+    multiple=True,
+    metavar="KIND",
+    help="Only entries of this kind (put, delete, append, create ...). May be repeated.",
+)
+@click.option("--bucket", help="Only entries of this bucket; of a stream, its topic.")
+@click.option("--key", help="Only what was done to this key. Quick with --bucket, by the key index.")
+@click.option("--prefix", help="Only entries whose key begins with this.")
+@click.option("--limit", type=click.IntRange(1), help="End after so many entries.")
+@click.option(
+    "--values",
+    type=click.Choice(["none", "utf8", "hex", "base64"]),
+    help="How to show values. The default is none, their size alone; in JSON it is base64.",
+)
+@click.option(
+    "--salvage", is_flag=True, help="Go on after damage with the next whole entry, and tell what was skipped."
+)
+@json_option
+@click.pass_context
+def dump(
+    ctx: click.Context, path: str, seq_first: int, seq_last: int, since: int, until: int,
+    kinds: tuple[str, ...], bucket: str | None, key: str | None, prefix: str | None, limit: int | None,
+    values: str | None, salvage: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Print the entries of a log, or of one segment, in their order.
+
+    The first damage that is met ends the dump with an error, after all entries before it; with --salvage it
+    goes on. With --json each entry is a line of JSON.
+    """
+    if key is not None and prefix is not None:
+        raise click.UsageError("--key and --prefix exclude each other.")
+    if as_json and values in ("utf8", "hex"):
+        raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
+    selection = Selection(
+        seq_first=seq_first,
+        seq_last=seq_last,
+        time_first_us=since,
+        time_stop_us=until,
+        kinds=frozenset(int(KIND_CODES[kind]) for kind in kinds),
+        bucket=bucket,
+        key=key,
+        key_prefix=prefix,
+    )
+    findings: list[Finding] = []
+    lines = _lines(
+        dump_entries(RealFiles(), path, selection, salvage=salvage),
+        findings,
+        limit=limit,
+        as_json=as_json,
+        values=values or ("base64" if as_json else "none"),
+    )
+    _write(lines)
+    exit_by(ctx, findings)
+
+
+def _lines(
+    entries: Iterator[Entry | Finding],
+    findings: list[Finding],
+    *,
+    limit: int | None,
+    as_json: bool,
+    values: str,
+) -> Iterator[str]:
+    count = 0
+    for item in entries:
+        if isinstance(item, Finding):
+            findings.append(item)
+            _tell(item, as_json=as_json)
+            continue
+        if as_json:
+            yield json.dumps(entry_as_json(item, with_value=values != "none"))
+        else:
+            yield entry_as_text(item, values=values)
+        count += 1
+        if count == limit:
+            return
+
+
+def _tell(finding: Finding, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(finding_as_json(finding)), err=True)
+        return
+    where = f"after seq {finding.seq}" if finding.seq is not None else "at the start"
+    if finding.offset is not None:
+        where += f", offset {finding.offset}"
+    click.echo(f"damaged: {finding.what} ({visible(finding.where)}, {where})", err=True)
+
+
+def _write(lines: Iterator[str]) -> None:
+    """Write many lines at once, and what is good also when an error follows it."""
+    out = standard_output()
+    held: list[str] = []
+    try:
+        for line in lines:
+            held.append(line)
+            if len(held) >= LINES_AT_ONCE or len(line) > 2**16:
+                out.write("\n".join(held) + "\n")
+                held = []
+    finally:
+        if held:
+            out.write("\n".join(held) + "\n")
+        out.flush()
+
+
+# ---------------------------------------------------------------------------- entries
+
+
+def entry_as_json(entry: Entry, *, with_value: bool) -> dict[str, Any]:
+    """The fields that an entry has; `docs/operating/log-tools.md` promises them."""
+    document: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "time_us": entry.time_us}
+    if entry.bucket:
+        document["bucket"] = entry.bucket
+    if entry.key or entry.kind in _WITH_KEY:
+        document["key"] = entry.key
+    if entry.metadata:
+        document["metadata"] = entry.metadata
+    if entry.origin:
+        document["origin"] = entry.origin
+    extras = entry.extras
+    if extras is not None:
+        for name, value in extras._asdict().items():
+            if value is None or (name == "txn_seq_before" and extras.txn is None):
+                continue
+            if name == "request" and extras.session is None:
+                continue
+            document[name] = _plain(value, name)
+    if (body := _body(entry)) is not None:
+        document["body"] = body
+    document["value_bytes"] = len(entry.value)
+    if with_value:
+        document["value"] = _base64(entry.value)
+    return document
+
+
+_WITH_KEY = ("put", "delete", "copy", "append")
+
+
+def _plain(value: Any, name: str) -> Any:
+    if name == "value_ref":
+        return value._asdict() | {"blake3": value.blake3.hex()}
+    if isinstance(value, bytes):
+        return _base64(value) if name == "before" else value.hex()
+    return value
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _body(entry: Entry) -> Any:
+    """What a control entry says, with bytes as hex; None where it says nothing that can be read."""
+    if KIND_CODES[entry.kind] < FIRST_CONTROL_KIND or not entry.value:
+        return None
+    try:
+        return _jsonable(decode_body(entry))
+    except Corrupt:
+        return None
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _jsonable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def entry_as_text(entry: Entry, *, values: str) -> str:
+    """One line: seq, time, kind, what it is about, and the rest by name."""
+    parts = [f"{entry.seq:>10}  {time(entry.time_us)}  {entry.kind:<13}"]
+    if entry.bucket:
+        parts.append(visible(f"{entry.bucket}/{entry.key}" if entry.key else entry.bucket))
+    document = entry_as_json(entry, with_value=False)
+    for name in ("origin", *_TOLD):
+        if name in document:
+            value = document[name]
+            parts.append(f"{name}={value if isinstance(value, int | str) else json.dumps(value)}")
+    if entry.metadata:
+        parts.append(visible(json.dumps(entry.metadata, ensure_ascii=False)))
+    if "body" in document:
+        parts.append(visible(json.dumps(document["body"], ensure_ascii=False)))
+    elif entry.value:
+        parts.append(_VALUES[values](entry.value))
+    return "  ".join(parts).rstrip()
+
+
+_TOLD = (
+    "txn", "txn_seq_before", "group_seq_last", "session", "request", "request_hash", "stream_offset",
+    "before", "refused", "value_ref",
+)  # fmt: skip
+_VALUES: dict[str, Callable[[bytes], str]] = {
+    "none": lambda value: f"{len(value)} B",
+    "utf8": lambda value: visible(value.decode(errors="backslashreplace")),
+    "hex": bytes.hex,
+    "base64": _base64,
+}

@@ -1,0 +1,50 @@
+"""How findings look, in tables and as JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from lowwater.cli.output import new_table, number, print_table, visible
+from lowwater.engine.check import Finding
+from lowwater.errors import DataError
+
+
+def finding_as_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "severity": finding.severity,
+        "what": finding.what,
+        "path": finding.where,
+        "seq": finding.seq,
+        "offset": finding.offset,
+        "hint": finding.hint,
+    }
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    table = new_table("", "file", "seq", "offset", "what, and what to do", right=("seq", "offset"))
+    for finding in findings:
+        table.add_row(
+            finding.severity,
+            visible(os.path.basename(finding.where)),
+            number(finding.seq),
+            number(finding.offset),
+            visible(finding.what) + (f"\n{visible(finding.hint)}" if finding.hint else ""),
+        )
+    print_table(table)
+
+
+def exit_by(ctx: click.Context, findings: Sequence[Finding]) -> None:
+    """Data that is damaged is no failure of the command, but whoever called it must know."""
+    if any(finding.severity == "error" for finding in findings):
+        ctx.exit(DataError.exit_code)
+
+
+def total_bytes(path: str) -> int:
+    """What there is to read, for a progress bar."""
+    if not os.path.isdir(path):
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.endswith((".log", ".zst")))
