@@ -28,10 +28,10 @@ from lowwater.engine.directory import (
 )
 from lowwater.engine.footer import footer_steps, hash_blocks
 from lowwater.engine.format import HEADER_BYTES, SegmentHeader, SegmentTrailer
-from lowwater.engine.recover import Current, chain_after_frames, inspect_current
+from lowwater.engine.recover import Current, chain_after_frames
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import File, Files
-from lowwater.engine.walk import Place, numbered_places, open_place, open_single, walk
+from lowwater.engine.walk import Place, judge_current, numbered_places, open_place, open_single, walk
 from lowwater.errors import LowwaterError, NotFound
 
 Severity = Literal["error", "warning"]
@@ -157,7 +157,7 @@ def _check_current(
             file = files.open(path)
             try:
                 size = file.size()
-                found = inspect_current(file, path, before, hint, hint.durable_seq if hint else 0)
+                found = judge_current(file, path, before, hint)
             finally:
                 file.close()
             steps.append(Progress(size, len(found.scan.positions) if found is not None else 0))

@@ -123,7 +123,7 @@ def _not_ours(file: File) -> Corrupt | NotLowwater:
         start = b""
     if start == HEADER_MAGIC:
         return Corrupt("the compressed segment does not end as one: it was cut short, or its end is damaged")
-    return NotLowwater("the file is compressed, but it is no segment")
+    return NotLowwater("the file is compressed, and is no segment or only the beginning of one")
 
 
 class CompressedSegment:

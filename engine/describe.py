@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lowwater.engine import format
-from lowwater.engine.chain import LogSettings, before_segment, update_settings
+from lowwater.engine.chain import Chain, LogSettings, before_segment, update_settings
 from lowwater.engine.check import Finding, torn_write
 from lowwater.engine.compress import CompressedSegment
 from lowwater.engine.directory import (
@@ -29,11 +29,11 @@ from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.footer import footer_steps
 from lowwater.engine.format import HEADER_BYTES, FooterSections, SegmentHeader, SegmentTrailer
 from lowwater.engine.reader import SealedReader, time_of
-from lowwater.engine.recover import Current, chain_after, hash_body, inspect_current
+from lowwater.engine.recover import chain_after_frames, hash_body
 from lowwater.engine.salvage import whole_frames
 from lowwater.engine.scan import Readable, Scan, scan_frames
 from lowwater.engine.seams import File, Files
-from lowwater.engine.walk import Place, State, open_place, open_single, walk
+from lowwater.engine.walk import Place, State, judge_current, open_place, open_single, walk
 from lowwater.errors import Corrupt, DataError, NotFound
 
 
@@ -119,6 +119,8 @@ def describe_log(files: Files, directory: str) -> LogDescription:
     log = LogDescription(directory, hint=hint)
     before: Segment | None = None
     current: SegmentDescription | None = None
+    chain: Chain | None = None
+    own = LogSettings()
     for place in walk(files, directory):
         description = SegmentDescription(place.path, place.state)
         # Where the log was rotated while its current segment was being read, that comes again.
@@ -130,6 +132,12 @@ def describe_log(files: Files, directory: str) -> LogDescription:
                 try:
                     description.path, description.state = place.path, place.state
                     segment = _describe(file, description, before, hint)
+                    if description.header is not None:
+                        chain = before_segment(description.header)
+                        if description.header.seq_before == 0:
+                            own = _created_with(file)
+                    if segment is not None:
+                        chain = chain_after_frames(file, segment)
                 finally:
                     file.close()
         except NotFound:
@@ -149,7 +157,9 @@ def describe_log(files: Files, directory: str) -> LogDescription:
         what = "this file does not belong to a log"
         log.findings.append(Finding("warning", what, f"{directory}/{name}", hint="move it away"))
     log.findings += [finding for segment in log.segments for finding in segment.findings]
-    _describe_owner(files, log, before)
+    if chain is not None:
+        log.cluster_id, log.epoch = chain.cluster_id, chain.epoch
+        log.settings = chain.settings._replace(page_keys=own.page_keys, inline_bytes_max=own.inline_bytes_max)
     seq_last = log.seq_last
     if hint is not None and seq_last is not None and seq_last < hint.durable_seq and not log.findings:
         what = f"the log was durable up to seq {hint.durable_seq} and ends with seq {seq_last} now"
@@ -196,7 +206,7 @@ def _describe(
     try:
         header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
     except DataError:
-        if description.state == "current" and not alone and _judge(file, path, before, hint) is None:
+        if description.state == "current" and not alone and judge_current(file, path, before, hint) is None:
             return None  # a crash kept it from beginning
         raise
     description.header = header
@@ -218,7 +228,7 @@ def _describe(
             what = f"{scan.problem or 'the segment is not complete'}: its frames are good up to here"
             raise Corrupt(what, seq=scan.chain.seq_last, offset=scan.end)
         elif description.follows is not False:
-            found = _judge(file, path, before, hint)
+            found = judge_current(file, path, before, hint)
             if found is not None and found.torn_bytes:
                 description.torn_bytes = found.torn_bytes
                 findings.append(torn_write(path, found))
@@ -239,10 +249,6 @@ def _describe(
         sealed=description.trailer is not None,
         positions=scan.positions if scan is not None else None,
     )
-
-
-def _judge(file: File, path: str, before: Segment | None, hint: Hint | None) -> Current | None:
-    return inspect_current(file, path, before, hint, hint.durable_seq if hint is not None else 0)
 
 
 def _copy_trailer(description: SegmentDescription, trailer: SegmentTrailer) -> None:
@@ -316,33 +322,9 @@ def _compare_name(description: SegmentDescription, place: Place) -> None:
         description.findings.append(Finding.of(error, place.path))
 
 
-def _describe_owner(files: Files, log: LogDescription, before: Segment | None) -> None:
-    """Whose log it is, and the settings in force: those of the last segment that could be read."""
-    last = next((segment for segment in reversed(log.segments) if segment.header is not None), None)
-    if last is None or last.header is None:
-        return
-    chain = before_segment(last.header)
-    first = log.segments[0]
-    own = LogSettings()
-    try:
-        with typed_errors(log.path, "read the log"):
-            if last.state != "current" and before is not None:
-                chain = chain_after(files, before)
-            if first.header is not None and first.header.seq_before == 0:
-                # The engine's own settings stand in the first entry alone.
-                own = _created_with(files, first.path)
-    except DataError:
-        pass  # a check tells of it
-    log.cluster_id, log.epoch = chain.cluster_id, chain.epoch
-    log.settings = chain.settings._replace(page_keys=own.page_keys, inline_bytes_max=own.inline_bytes_max)
-
-
-def _created_with(files: Files, path: str) -> LogSettings:
-    file = files.open(path)
-    try:
-        for frame in whole_frames(file, HEADER_BYTES, file.size(), seq_before=0):
-            changes = decode_body(decode_payload(frame.seq, frame.payload)).get("settings", {})
-            return update_settings(LogSettings(), changes)
-    finally:
-        file.close()
+def _created_with(file: File) -> LogSettings:
+    """The settings in the first entry of a log, where alone the engine's own stand."""
+    for frame in whole_frames(file, HEADER_BYTES, file.size(), seq_before=0):
+        changes = decode_body(decode_payload(frame.seq, frame.payload)).get("settings", {})
+        return update_settings(LogSettings(), changes)
     return LogSettings()

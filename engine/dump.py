@@ -23,11 +23,11 @@ from lowwater.engine.directory import Hint, Segment, check_link, read_hint, read
 from lowwater.engine.entries import Entry, decode_payload
 from lowwater.engine.format import HEADER_BYTES, Flag, Kind, SegmentHeader, SegmentTrailer
 from lowwater.engine.reader import SealedReader, first_frame, seq_of, time_of
-from lowwater.engine.recover import hash_body, inspect_current
+from lowwater.engine.recover import hash_body
 from lowwater.engine.salvage import Frame, TolerantFile, salvage_frames, whole_frames
 from lowwater.engine.scan import Readable, Scan, scan_frames
 from lowwater.engine.seams import File, Files
-from lowwater.engine.walk import Place, is_directory, open_place, open_single, walk
+from lowwater.engine.walk import Place, is_directory, judge_current, open_place, open_single, walk
 from lowwater.errors import Corrupt, DataError, LowwaterError
 
 SALVAGE_HINT = "run `lowwater log repair` into a copy, or restore this segment"
@@ -209,12 +209,11 @@ class _Dump:
         return start, seq_before
 
     def _read_current(self, file: File, place: Place) -> Iterator[Entry]:
-        floor = self.hint.durable_seq if self.hint is not None else 0
         if self.single:
             SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
         problem: LowwaterError | None = None
         try:
-            found = inspect_current(file, place.path, self.before, self.hint, floor)
+            found = judge_current(file, place.path, self.before, self.hint)
             if found is None:
                 return
             header, scan = found.header, found.scan

@@ -225,7 +225,7 @@ class Control(NamedTuple):
     origin: int = 0
 
     def encode(self, time_us: int) -> bytes:
-        value = b"" if self.body is None else cbor2.dumps(dict(self.body), canonical=True)
+        value = b"" if not self.body else cbor2.dumps(dict(self.body), canonical=True)
         return format.encode_payload(self.kind, b"", b"", b"", value, time_us=time_us, origin=self.origin)
 
 

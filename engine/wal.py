@@ -376,8 +376,9 @@ class Wal:
             if not blocking:
                 raise _QueueFullError
             self._urgent = True
-            if not self._leading:
-                self._leading = True
+            if not self._leading or self._writer_leads:
+                # Also where the writer thread was to lead: a simulation has no thread that would begin.
+                self._leading, self._writer_leads = True, False
                 self.lock.release()
                 try:
                     self._lead(None)

@@ -12,8 +12,20 @@ from typing import Literal, NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.compress import open_segment_file
-from lowwater.engine.directory import CURRENT, DirectoryNames, read_names, segment_name, typed_errors
+from lowwater.engine.directory import (
+    CURRENT,
+    DirectoryNames,
+    Hint,
+    Segment,
+    read_names,
+    segment_name,
+    typed_errors,
+)
+from lowwater.engine.format import SegmentHeader
+from lowwater.engine.recover import Current, inspect_current
+from lowwater.engine.scan import scan_frames
 from lowwater.engine.seams import File, Files
+from lowwater.errors import DataError
 
 State = Literal["sealed", "sealing", "current"]
 
@@ -34,6 +46,18 @@ class Place(NamedTuple):
         return self.path.rpartition("/")[2]
 
 
+def steady_names(files: Files, directory: str) -> DirectoryNames:
+    """The names, listed until two listings agree: a file that is renamed meanwhile may be in one twice, or
+    not at all."""
+    names = read_names(files, directory)
+    for _ in range(_ROUNDS_MAX):
+        again = read_names(files, directory)
+        if again == names:
+            break
+        names = again
+    return names
+
+
 def numbered_places(names: DirectoryNames, directory: str) -> list[Place]:
     return [
         Place(f"{directory}/{name}", "sealed" if sealed else "sealing", seq_first, seq_last)
@@ -46,7 +70,7 @@ def walk(files: Files, directory: str) -> Iterator[Place]:
     seen: set[tuple[int, int]] = set()
     for _ in range(_ROUNDS_MAX):
         with typed_errors(directory, "read the log directory"):
-            names = read_names(files, directory)
+            names = steady_names(files, directory)
         places = [
             place
             for place in numbered_places(names, directory)
@@ -71,6 +95,27 @@ def open_place(files: Files, place: Place) -> tuple[File, Place]:
     directory = place.path.rpartition("/")[0]
     path = f"{directory}/{segment_name(place.seq_first, place.seq_last)}"
     return files.open(path), place._replace(path=path, state="sealed")
+
+
+def judge_current(file: File, path: str, before: Segment | None, hint: Hint | None) -> Current | None:
+    """`inspect_current` for a file that may grow meanwhile: what was written behind the place where the scan
+    stopped looks like damage, until one looks again."""
+    floor = hint.durable_seq if hint is not None else 0
+    for _ in range(_ROUNDS_MAX):
+        try:
+            return inspect_current(file, path, before, hint, floor)
+        except DataError as error:
+            if not _goes_on(file, error.offset or 0):
+                raise
+    return inspect_current(file, path, before, hint, floor)
+
+
+def _goes_on(file: File, offset: int) -> bool:
+    try:
+        header = SegmentHeader.decode(file.read_at(0, format.HEADER_BYTES))
+    except DataError:
+        return False
+    return scan_frames(file, header, stop=file.size()).end > offset
 
 
 def is_directory(files: Files, path: str) -> bool:

@@ -96,7 +96,7 @@ def size(value: int | None) -> str:
     return f"{amount:.0f} {units[0]}" if units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
-def time(value_us: int | None) -> str:
+def time(value_us: int | None, *, timespec: str = "microseconds") -> str:
     """A time of the log as ISO 8601, or as the number where the calendar ends before it."""
     if value_us is None:
         return ""
@@ -104,7 +104,7 @@ def time(value_us: int | None) -> str:
         moment = _EPOCH + timedelta(microseconds=value_us)
     except OverflowError:
         return f"{value_us} us"
-    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return moment.isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def visible(text: str) -> str:

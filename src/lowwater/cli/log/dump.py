@@ -21,8 +21,19 @@ from lowwater.engine.real import RealFiles
 from lowwater.errors import Corrupt
 
 LINES_AT_ONCE = 200
-SEQ = click.IntRange(0, SEQ_MAX)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Seq(click.ParamType[int]):
+    """A place in the log."""
+
+    name = "seq"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        if not text.isdecimal() or int(text) > SEQ_MAX:
+            self.fail(f"{text!r} is no seq: give a whole number from 0 to {SEQ_MAX}", param, ctx)
+        return int(text)
 
 
 class Time(click.ParamType[int]):
@@ -51,8 +62,8 @@ class Time(click.ParamType[int]):
 
 @click.command()
 @click.argument("path", type=click.Path())
-@click.option("--from", "seq_first", type=SEQ, default=0, help="The lowest seq.")
-@click.option("--to", "seq_last", type=SEQ, default=SEQ_MAX, help="The highest seq.")
+@click.option("--from", "seq_first", type=Seq(), default=0, help="The lowest seq.")
+@click.option("--to", "seq_last", type=Seq(), default=SEQ_MAX, help="The highest seq.")
 @click.option("--since", type=Time(), default=0, help="No entries before this time; without a zone, UTC.")
 @click.option("--until", type=Time(), default=SEQ_MAX + 1, help="No entries at or after this time.")
 @click.option(
@@ -66,7 +77,7 @@ class Time(click.ParamType[int]):
 @click.option("--bucket", help="Only entries of this bucket; of a stream, its topic.")
 @click.option("--key", help="Only what was done to this key. Quick with --bucket, by the key index.")
 @click.option("--prefix", help="Only entries whose key begins with this.")
-@click.option("--limit", type=click.IntRange(1), help="End after so many entries.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
 @click.option(
     "--values",
     type=click.Choice(["none", "utf8", "hex", "base64"]),
