@@ -48,7 +48,9 @@ class Oracle:
         """Compare the log with what was promised. What it holds beyond counts as promised from now on, and
         what it does not hold was never there: its seqs may be given to other entries."""
         held = list(log.read())
-        assert [entry.seq for entry in held] == sorted({entry.seq for entry in held}), "out of order, or twice"
+        assert [entry.seq for entry in held] == sorted({entry.seq for entry in held}), (
+            "out of order, or twice"
+        )
         last = held[-1].seq if held else 0
         assert last >= self.promised, f"seq {self.promised} was promised, and the log ends with {last}"
         expected = [entry for seq, entry in sorted(self.entries.items()) if seq <= last]
@@ -133,7 +135,9 @@ class Machine:
     def _expect(self, entries: Sequence[Writable], *, group: bool = False) -> None:
         time_us = max(self.clock.now_us(), self.log.chain.time_us)
         seq_first = self.log.seq_last + 1
-        expected = [decode_payload(seq, entry.encode(time_us)) for seq, entry in enumerate(entries, seq_first)]
+        expected = [
+            decode_payload(seq, entry.encode(time_us)) for seq, entry in enumerate(entries, seq_first)
+        ]
         if group:
             extras = Extras(group_seq_last=expected[-1].seq)
             expected = [entry._replace(extras=extras) for entry in expected]
@@ -258,7 +262,9 @@ def random_workload(seed: int, *, actions: int = 100) -> str:
     for _ in range(actions):
         try:
             if rng.random() < 0.1:
-                machine.files.crash_at(machine.files.operations + rng.randint(1, 12), after=rng.random() < 0.5)
+                machine.files.crash_at(
+                    machine.files.operations + rng.randint(1, 12), after=rng.random() < 0.5
+                )
             _random_action(machine, rng)
         except SimulatedCrash:
             _crash_and_recover(machine, rng)

@@ -273,7 +273,10 @@ def _slices(data: bytes, starts: _Int64, ends: _Int64, *, text: bool) -> pyarrow
     sparse = pa.Array.from_buffers(kind, len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
     taken = sparse.take(pa.array(np.arange(0, len(bounds), 2, dtype=np.int32)))
     if text:
-        taken.validate(full=True)
+        try:
+            taken.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise Corrupt("a bucket or key is not UTF-8") from error
     return taken
 
 

@@ -34,7 +34,7 @@ from lowwater.engine.salvage import whole_frames
 from lowwater.engine.scan import Readable, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, State, judge_current, open_place, open_single, walk
-from lowwater.errors import Corrupt, DataError, NotFound
+from lowwater.errors import Corrupt, DataError, NewerVersion, NotFound
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ def describe_log(files: Files, directory: str) -> LogDescription:
                     file.close()
         except NotFound:
             continue  # renamed or purged since it was listed
-        except DataError as error:
+        except (DataError, NewerVersion) as error:
             description.findings.append(Finding.of(error, place.path))
         if place.state == "current":
             current = description if description.frames or description.findings else None
@@ -181,7 +181,7 @@ def describe_segment(files: Files, path: str) -> SegmentDescription:
                 _describe(file, description, None, None, alone=True)
             finally:
                 file.close()
-    except DataError as error:
+    except (DataError, NewerVersion) as error:
         description.findings.append(Finding.of(error, path))
     return description
 
@@ -201,11 +201,11 @@ def _describe(
         try:
             description.trailer = read_trailer(file, file.size())
             _copy_trailer(description, description.trailer)
-        except DataError as error:
+        except (DataError, NewerVersion) as error:
             findings.append(Finding.of(error, path))
     try:
         header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
-    except DataError:
+    except (DataError, NewerVersion):
         if description.state == "current" and not alone and judge_current(file, path, before, hint) is None:
             return None  # a crash kept it from beginning
         raise

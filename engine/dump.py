@@ -105,12 +105,15 @@ def dump_entries(
                 file.close()
         return
     require_log(files, path)
-    dump.hint = read_hint(files, path)
+    with typed_errors(path, "read the log directory"):
+        dump.hint = read_hint(files, path)
     held: LowwaterError | None = None
+    seq_last = 0
     for place in walk(files, path):
         held = None
         if place.seq_first > selection.seq_last:
             return
+        seq_last = max(seq_last, place.seq_last)
         if place.state != "current" and place.seq_last < selection.seq_first:
             dump.before = None
             continue
@@ -130,6 +133,16 @@ def dump_entries(
             return
     if held is not None:
         raise held
+    seq_last = max(seq_last, dump.seq_last)
+    if dump.hint is not None and seq_last < dump.hint.durable_seq:
+        missing = Corrupt(
+            f"the log was durable up to seq {dump.hint.durable_seq} and ends with seq {seq_last} now",
+            path=path,
+            seq=seq_last,
+        )
+        if not salvage:
+            raise missing
+        yield Finding.of(missing, path)
 
 
 class _Dump:
@@ -141,7 +154,7 @@ class _Dump:
         self.finished = False
         # A file on its own must be a segment; in a log it may be one that a crash kept from beginning.
         self.single = False
-        self._seq_last = 0  # of what was passed, wanted or not
+        self.seq_last = 0  # of what was passed, wanted or not
 
     # ------------------------------------------------------------------ sound logs
 
@@ -187,8 +200,8 @@ class _Dump:
         if key_hash is not None:
             for frame in _frames_of_key(file, reader.trailer, key_hash):
                 end = positions[frame + 1] if frame + 1 < len(positions) else stop
-                yield from self._frames(file, positions[frame], end, self._seq_last)
-            self._seq_last = reader.trailer.seq_last
+                yield from self._frames(file, positions[frame], end, self.seq_last)
+            self.seq_last = reader.trailer.seq_last
             return
         start, seq_before = self._start(file, reader)
         yield from self._frames(file, start, stop, seq_before)
@@ -231,8 +244,8 @@ class _Dump:
             if frame.seq > self._selection.seq_last:
                 self.finished = True
                 return
-            if frame.seq > self._seq_last:
-                self._seq_last = frame.seq
+            if frame.seq > self.seq_last:
+                self.seq_last = frame.seq
                 if self._selection.wants(frame):
                     try:
                         yield decode_payload(frame.seq, frame.payload)
@@ -248,7 +261,7 @@ class _Dump:
         path, stop = place.path, file.size()
         header: SegmentHeader | None = None
         positions: Sequence[int] = ()
-        seq_before, seq_max = self._seq_last, place.seq_last or format.SEQ_MAX
+        seq_before, seq_max = self.seq_last, place.seq_last or format.SEQ_MAX
         try:
             header = SegmentHeader.decode(tolerant.read_at(0, HEADER_BYTES))
             check_link(header, self.before, path)
@@ -275,7 +288,7 @@ class _Dump:
                 what = f"{item.what}: skipped {item.end - item.start:,} bytes"
                 yield Finding("error", what, path, item.seq_before, item.start, SALVAGE_HINT)
                 continue
-            self._seq_last = item.seq
+            self.seq_last = item.seq
             try:
                 if self._selection.wants(item):
                     yield decode_payload(item.seq, item.payload)

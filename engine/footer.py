@@ -129,13 +129,15 @@ def read_window(data: bytes, base: int, positions: Sequence[int], frame_first: i
     streams: list[tuple[bytes, int, int]] = []
     for frame, position in enumerate(positions, frame_first):
         at = position - base
-        _, length, _, kind, flags, bucket_len, key_len, _, _, _ = unpack(data, at)
+        _, length, _, kind, flags, bucket_len, key_len, metadata_len, _, _ = unpack(data, at)
         kind_counts[kind] = kind_counts.get(kind, 0) + 1
+        start, end = at + format.FRAME_FIXED_BYTES, at + format.FRAME_BYTES + length
+        if flags:
+            _, start = format.decode_extras(flags, data, start, end)
+        if start + bucket_len + key_len + metadata_len > end:
+            raise Corrupt("the lengths inside a frame exceed it", offset=position)
         if not bucket_len or flags & Flag.REFUSED:
             continue
-        start = at + format.FRAME_FIXED_BYTES
-        if flags:
-            _, start = format.decode_extras(flags, data, start, at + format.FRAME_BYTES + length)
         if kind == Kind.APPEND:
             streams.append((data[start : start + bucket_len], stream_offset_of(data, at, flags), frame))
         else:

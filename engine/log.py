@@ -216,7 +216,8 @@ class Log:
 
         def build(chain: Chain) -> tuple[None, list[bytes]]:
             time_us = max(self._seams.clock.now_us(), chain.time_us)
-            group_seq_last = chain.seq_last + len(entries)
+            # Beyond the last seq of all there is nothing to pack; the writer refuses it.
+            group_seq_last = min(chain.seq_last + len(entries), format.SEQ_MAX)
             return None, [_in_group(entry.encode(time_us), group_seq_last) for entry in entries]
 
         return self._wal.append(build, timeout_s=timeout_s)
@@ -265,20 +266,25 @@ class Log:
             raise
 
     def _explain(self, error: OutOfOrderSeq, seqs: Sequence[int] | None, payloads: Sequence[bytes]) -> None:
-        """Say what the log has at a seq that is not above the last: the same entry, another, or none."""
-        seq = error.seq
-        if seqs is None or seq is None or seq > self.seq_last:
+        """Say what the log has at seqs that are not above the last: the same entries, others, or none."""
+        if seqs is None:
             return
-        payload = payloads[list(seqs).index(seq)]
         self.sync()
-        held = self.payload_at(seq)
-        if held is None:
-            return
-        if held == payload:
-            raise RepeatedSeq(f"seq {seq} is in the log already", seq=seq, path=self.directory) from error
-        raise LogDivergence(
-            f"seq {seq} is in the log with other content", seq=seq, path=self.directory
-        ) from error
+        repeated = 0
+        for seq, payload in zip(seqs, payloads, strict=True):
+            held = self.payload_at(seq) if seq <= self.seq_durable else None
+            if held is None:
+                continue
+            if not _is_same(payload, held):
+                raise LogDivergence(
+                    f"seq {seq} is in the log with other content", seq=seq, path=self.directory
+                ) from error
+            repeated += 1
+        # Where some are missing there is something left to do, and the error says that the order is wrong.
+        if repeated == len(seqs):
+            raise RepeatedSeq(
+                f"seq {error.seq} is in the log already", seq=error.seq, path=self.directory
+            ) from error
 
     def seal(self) -> int:
         """End the current segment, and return the last seq. An empty segment cannot end."""
@@ -319,7 +325,8 @@ class Log:
         """
         seq = self._seq_before(start)
         seq_stop = None if follow else self._wal.durable_seq
-        return entries_of(read_chunks(self._wal, seq, seq_stop=seq_stop, cold=self._cold), seq, seq_stop)
+        chunks = read_chunks(self._wal, seq, seq_stop=seq_stop, cold=self._cold)
+        return entries_of(chunks, seq, seq_stop, self.directory)
 
     def read_chunks(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Chunk]:
         """`read` for whoever decodes frames for itself: the first chunk may begin before `start`."""
@@ -403,6 +410,16 @@ def _load(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
     return Config.load(config)
+
+
+def _is_same(payload: bytes, held: bytes) -> bool:
+    """Whether a frame holds what was delivered: its time was raised where it lay before that of others."""
+    time = format.TIME_SLICE
+    return (
+        payload[: time.start] == held[: time.start]
+        and payload[time.stop :] == held[time.stop :]
+        and int.from_bytes(payload[time], "little") <= int.from_bytes(held[time], "little")
+    )
 
 
 def _in_group(payload: bytes, group_seq_last: int) -> bytes:

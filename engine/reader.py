@@ -26,8 +26,9 @@ from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES,
 from lowwater.engine.ring import Chunk
 from lowwater.engine.seams import File
 from lowwater.engine.store import CurrentSegment
-from lowwater.engine.wal import Wal, again
-from lowwater.errors import Corrupt, NotFound
+from lowwater.engine.tickets import again
+from lowwater.engine.wal import Wal
+from lowwater.errors import Corrupt, LowwaterError, NotFound
 
 CHUNK_BYTES = 2**20
 
@@ -79,6 +80,10 @@ class SealedReader:
 
     def read_verified(self, start: int, end: int) -> tuple[int, bytes]:
         """The whole blocks that cover `start` to `end`: (offset of the first, bytes)."""
+        if not 0 <= start < end <= self.trailer.body_bytes:
+            raise Corrupt(
+                "the positions in the footer do not fit the segment", offset=self.trailer.body_bytes
+            )
         block_bytes = self.header.block_bytes
         first = start // block_bytes
         last = min(-(-end // block_bytes), len(self.block_hashes))
@@ -112,8 +117,6 @@ class SealedReader:
             start = positions[frame]
             stop = max(bisect_right(positions, start + CHUNK_BYTES) - 1, frame + 1)
             end = positions[stop] if stop < len(positions) else body_bytes
-            if not HEADER_BYTES <= start < end <= body_bytes:
-                raise Corrupt("the positions in the footer do not rise", offset=body_bytes)
             offset, data = self.read_verified(start, end)
             seq_last = seq_of(data[positions[stop - 1] - offset :][:8])
             yield Chunk(seq_before, seq_last, data, start - offset, end - offset, verified=True)
@@ -204,11 +207,17 @@ def read_chunks(
             chunk = wal.ring.after(seq)
             view = None if chunk is not None else _view_after(wal, seq)
             if chunk is None and view is None:
-                if seq_stop is not None or wal.closing:
+                if seq_stop is not None:
                     return
                 if wal.failure is not None:
                     raise again(wal.failure)
-                wal.durable_changed.wait()
+                if wal.ended:
+                    return
+                wal.followers += 1
+                try:
+                    wal.durable_changed.wait()
+                finally:
+                    wal.followers -= 1
                 continue
         if chunk is not None:
             yield chunk
@@ -311,13 +320,19 @@ def seq_before_time(wal: Wal, time_us: int, cold: ColdSource | None) -> int:
     return seq
 
 
-def entries_of(chunks: Iterator[Chunk], seq: int, seq_stop: int | None) -> Iterator[Entry]:
+def entries_of(chunks: Iterator[Chunk], seq: int, seq_stop: int | None, directory: str) -> Iterator[Entry]:
     """The entries of chunks, above `seq` and up to `seq_stop`."""
     for chunk in chunks:
         entries = decode_frames(chunk.data, chunk.start, chunk.end, verify=not chunk.verified)
-        if chunk.seq_before >= seq and (seq_stop is None or chunk.seq_last <= seq_stop):
-            yield from entries
-        else:
-            for entry in entries:
-                if entry.seq > seq and (seq_stop is None or entry.seq <= seq_stop):
-                    yield entry
+        try:
+            if chunk.seq_before >= seq and (seq_stop is None or chunk.seq_last <= seq_stop):
+                yield from entries
+            else:
+                for entry in entries:
+                    if entry.seq > seq and (seq_stop is None or entry.seq <= seq_stop):
+                        yield entry
+        except LowwaterError as error:
+            # A chunk does not say where it was read; its offsets would mislead.
+            if error.path is None:
+                error.path, error.offset = directory, None
+            raise

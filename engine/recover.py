@@ -213,8 +213,10 @@ def inspect_current(
             raise Corrupt(
                 "the segment's header is damaged, and it holds acknowledged entries", offset=0
             ) from error
-        if isinstance(error, NotLowwater) and any(file.read_at(0, len(format.HEADER_MAGIC))):
-            # A crash leaves zeros here, or a header: opening must not remove a file that is somebody else's.
+        magic = file.read_at(0, len(format.HEADER_MAGIC)).rstrip(b"\0")
+        if isinstance(error, NotLowwater) and not format.HEADER_MAGIC.startswith(magic):
+            # A crash leaves zeros here, or a first part of a header (a write that failed may have taken one
+            # byte): opening must not remove a file that is somebody else's.
             raise NotLowwater(
                 "this file has the name of a segment that is being written, and is none",
                 offset=0,

@@ -117,7 +117,7 @@ class SegmentStore:
         self._sync_mode: SyncMode = sync_mode
         self.segments: list[Segment] = recovered.segments
         self.current: CurrentSegment | None = None
-        self.sync_s = 0.0  # what the last sync took
+        self.sync_s = self.synced_at_s = 0.0  # what the last write and sync took, and when it ended
         # From how many durable bytes of the current segment on there is something to do in the background.
         self._housekeeping_from_bytes = 0
         self._job: Generator[None, None, None] | None = None
@@ -188,21 +188,23 @@ class SegmentStore:
             current = self._begin(first.starts_segment, first.seq_first)
             head = current.header.encode()
             current.hasher.add(head)
+            current.body_bytes = HEADER_BYTES
+            assert first.offset == HEADER_BYTES, "a piece was cut for another place"
             if HEADER_BYTES + len(data) > current.zeroed_bytes:
                 self._zero_ahead(current, HEADER_BYTES + len(data))
             BEFORE_WRITE()
             sync_started_s = self._clock.monotonic()
             write_all(current.file, 0, [head, data], self._sync_mode)
-            current.body_bytes = HEADER_BYTES
             current.time_first_us = _time_of(data)
         else:
+            assert first.offset == current.body_bytes, "a piece was cut for another place"
             if current.body_bytes + len(data) > current.zeroed_bytes:
                 self._zero_ahead(current, current.body_bytes + len(data))
             BEFORE_WRITE()
             sync_started_s = self._clock.monotonic()
             write_all(current.file, current.body_bytes, [data], self._sync_mode)
-        assert first.offset == current.body_bytes, "a piece was cut for another place"
-        self.sync_s = self._clock.monotonic() - sync_started_s
+        self.synced_at_s = self._clock.monotonic()
+        self.sync_s = self.synced_at_s - sync_started_s
         AFTER_SYNC()
         current.hasher.add(data)
         current.body_bytes += len(data)

@@ -34,6 +34,14 @@ from lowwater.engine.recover import inspect_directory
 from lowwater.engine.ring import Chunk, Ring
 from lowwater.engine.seams import Clock, File, Files, Runner, SyncMode
 from lowwater.engine.store import SegmentStore
+from lowwater.engine.tickets import (
+    RoomWaiter,
+    Ticket,
+    again,
+    resolve_futures,
+    settle,
+    wake_room_waiters,
+)
 from lowwater.errors import (
     Busy,
     Closed,
@@ -88,28 +96,6 @@ class _QueueFullError(Exception):
     """A coroutine cannot wait here: it would hold up its event loop."""
 
 
-class Ticket:
-    """One append on its way to the disk, and who waits for it."""
-
-    __slots__ = (
-        "done", "error", "future", "leads", "loop", "promoted", "seq_last", "started_s", "turn", "waiter",
-    )  # fmt: skip
-
-    def __init__(self, started_s: float) -> None:
-        self.seq_last = 0
-        self.started_s = started_s
-        self.done = False
-        self.error: LowwaterError | None = None
-        # The lead was given to this append's thread; its thread has taken it up.
-        self.promoted = False
-        self.leads = False
-        # One of the three: a thread waits for `turn`, a future, or a coroutine's future in `loop`.
-        self.turn: threading.Lock | None = None
-        self.future: Future[int] | None = None
-        self.waiter: asyncio.Future[int] | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-
 class Wal:
     def __init__(
         self,
@@ -131,7 +117,9 @@ class Wal:
         self._metrics: LogMetrics | None = None
         self.lock = threading.Lock()
         self._room = threading.Condition(self.lock)
+        self._room_sleepers = 0
         self.durable_changed = threading.Condition(self.lock)
+        self.followers = 0  # readers that wait for `durable_changed`
         self._queue: deque[Piece] = deque()
         self._in_flight: list[Piece] = []
         self._queued_bytes = 0
@@ -139,13 +127,18 @@ class Wal:
         self._sync_due_s: float | None = None
         self._leading = False
         self._writer_leads = False
+        self._writer_is_up = False  # the writer thread will look at the queue again by itself
         self._failure: LowwaterError | None = None
         self._closing = False
-        self._room_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._ended = False
+        self._room_waiters: list[RoomWaiter] = []
         self.ring = Ring(options.ring_bytes_max, options.ring_frames_max)
 
         with typed_errors(directory, "make the log directory"):
-            files.make_directory(directory)
+            try:
+                files.make_directory(directory)
+            except FileExistsError as error:
+                raise NotADirectoryError(errno.ENOTDIR, "a file is there") from error
         self._lock_file = _lock_directory(files, directory, owner)
         try:
             recovered = inspect_directory(files, directory, durable_seq=durable_seq)
@@ -329,6 +322,8 @@ class Wal:
             if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:
                 break
             room_needed = size
+            # Many threads may wait here, and what each of them encoded is in no queue that is counted.
+            del payloads, pieces
         self._chain = chain
         for piece in pieces:
             piece.owner = ticket
@@ -347,6 +342,8 @@ class Wal:
                 f"this entry has {largest:,} bytes; at most {self.options.entry_bytes_max:,} are allowed",
                 hint="split the value, or raise wal.entry_bytes_max on every node",
             )
+        if min(sizes) < format.FIXED_BYTES:
+            raise InvalidEntry("a payload is too short to be one", hint="make it with an entry's encode()")
         if sum(sizes) > format.BATCH_BYTES_MAX:
             raise InvalidEntry(
                 f"one append takes at most {format.BATCH_BYTES_MAX:,} bytes",
@@ -388,7 +385,11 @@ class Wal:
             remaining_s = None if deadline_s is None else deadline_s - self.clock.monotonic()
             if remaining_s is not None and remaining_s <= 0:
                 raise Busy(f"the write queue has been full for {timeout_s} s", path=self.directory)
-            self._room.wait(remaining_s)
+            self._room_sleepers += 1
+            try:
+                self._room.wait(remaining_s)
+            finally:
+                self._room_sleepers -= 1
 
     # ------------------------------------------------------------------ leading
 
@@ -405,17 +406,25 @@ class Wal:
         # disk waits until the thread that encodes the next entries is done.
         while True:
             with self.lock:
-                if not self._writer_leads:
-                    if self._leading or not self._queue:
-                        return None
-                    if not self._urgent:
-                        assert self._sync_due_s is not None, "frames lie in the queue and nobody minds them"
-                        wait_s = self._sync_due_s - self.clock.monotonic()
-                        if wait_s > 0:
-                            return wait_s
-                    self._leading = True
-                self._writer_leads = False
+                wait_s = self._take_up_lead()
+                self._writer_is_up = wait_s == 0
+                if wait_s != 0:
+                    return wait_s
             self._lead(None)
+
+    def _take_up_lead(self) -> float | None:
+        """With the lock held, by the writer thread: 0 when it leads now, else how long it can sleep."""
+        if not self._writer_leads:
+            if self._leading or not self._queue:
+                return None
+            if not self._urgent:
+                assert self._sync_due_s is not None, "frames lie in the queue and nobody minds them"
+                wait_s = self._sync_due_s - self.clock.monotonic()
+                if wait_s > 0:
+                    return wait_s
+            self._leading = True
+        self._writer_leads = False
+        return 0
 
     def _lead(self, ticket: Ticket | None) -> None:
         """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it."""
@@ -438,7 +447,7 @@ class Wal:
             self._poison(error)
             raise
         finally:
-            _resolve_futures(resolved)
+            resolve_futures(resolved)
 
     def _hand_over(self) -> None:
         """With the lock held, by the leader: the lead goes to whoever waits at the head of the queue."""
@@ -452,7 +461,8 @@ class Wal:
             owner.turn.release()
         elif self._urgent or self._sync_due_s is None:
             self._writer_leads = True
-            self._writer.wake()
+            if not self._writer_is_up:
+                self._writer.wake()
         else:
             self._leading = False
             self._writer.wake()
@@ -473,68 +483,50 @@ class Wal:
         return batch
 
     def _write_batch(self, batch: list[Piece], resolved: list[Ticket]) -> None:
-        pieces = [piece for piece in batch if piece.frame_count]
+        tickets: list[Ticket] = []
+        frame_count = append_count = 0
+        for piece in batch:
+            frame_count += piece.frame_count
+            if piece.completes:
+                append_count += piece.frame_count > 0
+                if piece.owner is not None:
+                    tickets.append(piece.owner)
         data = b""
-        if pieces:
-            started_s = self.clock.monotonic()
+        if frame_count:
+            # What a sync waits behind has no frames.
+            pieces = [piece for piece in batch if piece.frame_count]
+            last = pieces[-1]
             data = self.store.write(pieces)
-            written_s = self.clock.monotonic() - started_s
-        tickets = [piece.owner for piece in batch if piece.completes and piece.owner is not None]
         with self.lock:
-            if pieces:
+            if frame_count:
                 self.store.publish()
-                last = pieces[-1]
                 self.durable_seq = last.seq_last
                 self.durable_time_us = last.time_us
-                frame_count = sum([piece.frame_count for piece in pieces])
                 chunk = Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), verified=True)
                 self.ring.append(chunk, frame_count)
-                self.durable_changed.notify_all()
-            freed = len(data) + APPEND_OVERHEAD_BYTES * sum(
-                piece.completes for piece in batch if piece.frame_count
-            )
-            self._queued_bytes -= freed
+                if self.followers:
+                    self.durable_changed.notify_all()
+            self._queued_bytes -= len(data) + APPEND_OVERHEAD_BYTES * append_count
             assert self._queued_bytes >= 0
             self._in_flight = []
+            if self._room_sleepers:
+                self._room.notify_all()
             room_waiters, self._room_waiters = self._room_waiters, []
-            self._room.notify_all()
-        resolved += self._wake(tickets, None)
-        _wake_coroutines(room_waiters)
+        resolved += settle(tickets, None)
+        wake_room_waiters(room_waiters)
+        if not frame_count:
+            return
         metrics = self._metrics
-        if metrics is not None and pieces:
-            now_s = self.clock.monotonic()
-            metrics.batch_written(
-                frames=frame_count, size=len(data), write_s=written_s, sync_s=self.store.sync_s
-            )
-            metrics.appends_durable([now_s - ticket.started_s for ticket in tickets])
-            metrics.rotations += pieces[-1].ends_segment
-        if pieces and pieces[-1].ends_segment:
+        if metrics is not None:
+            sync_s, synced_at_s = self.store.sync_s, self.store.synced_at_s
+            metrics.batch_written(frames=frame_count, size=len(data), write_s=sync_s, sync_s=sync_s)
+            metrics.appends_durable([synced_at_s - ticket.started_s for ticket in tickets])
+            metrics.rotations += last.ends_segment
+        if last.ends_segment:
             self.store.rotate()
             self._housekeeper.wake()
         elif self.store.claim_housekeeping():
             self._housekeeper.wake()
-
-    def _wake(self, tickets: Sequence[Ticket], error: LowwaterError | None) -> list[Ticket]:
-        """Settle the appends: wake threads and coroutines, and return those with futures to resolve."""
-        futures: list[Ticket] = []
-        by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
-        for ticket in tickets:
-            ticket.error = error
-            ticket.done = True
-            turn = ticket.turn
-            if turn is not None:
-                if turn.locked():
-                    turn.release()
-            elif ticket.future is not None:
-                futures.append(ticket)
-            elif ticket.loop is not None:
-                by_loop.setdefault(ticket.loop, []).append(ticket)
-        for loop, mine in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_resolve_coroutines, mine)
-            except RuntimeError:
-                pass  # the loop was closed: nobody waits there any more
-        return futures
 
     def _poison(self, cause: BaseException) -> None:
         """Refuse writes from now on: what is on the disk above the durable position is unknown."""
@@ -558,8 +550,8 @@ class Wal:
             self._room.notify_all()
             self.durable_changed.notify_all()
         tickets = [piece.owner for piece in pieces if piece.completes and piece.owner is not None]
-        _resolve_futures(self._wake(tickets, self._failure))
-        _wake_coroutines(room_waiters)
+        resolve_futures(settle(tickets, self._failure))
+        wake_room_waiters(room_waiters)
 
     # ------------------------------------------------------------------ housekeeping and closing
 
@@ -588,6 +580,7 @@ class Wal:
                     clean = False  # every waiter has got the error
         finally:
             with self.lock:
+                self._ended = True
                 self.durable_changed.notify_all()
             self._housekeeper.stop()
             self._writer.stop()
@@ -598,8 +591,9 @@ class Wal:
                 self._lock_file.close()
 
     @property
-    def closing(self) -> bool:
-        return self._closing
+    def ended(self) -> bool:
+        """Whether nothing will become durable any more: closing writes first what was queued."""
+        return self._ended
 
 
 def _lock_directory(files: Files, directory: str, owner: str) -> File:
@@ -630,44 +624,3 @@ def _empty_piece(chain: Chain) -> Piece:
         starts_segment=None,
         ends_segment=False,
     )
-
-
-def again(error: LowwaterError) -> LowwaterError:
-    """The same error for another caller: a traceback belongs to one."""
-    copy = type(error)(error.message, path=error.path, seq=error.seq, offset=error.offset, hint=error.hint)
-    copy.__cause__ = error.__cause__
-    return copy
-
-
-def _wake_coroutines(waiters: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
-    for loop, room in waiters:
-        try:
-            loop.call_soon_threadsafe(_set_if_waiting, room)
-        except RuntimeError:
-            pass  # the loop was closed
-
-
-def _set_if_waiting(room: asyncio.Future[None]) -> None:
-    if not room.done():
-        room.set_result(None)
-
-
-def _resolve_futures(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        assert ticket.future is not None
-        if ticket.error is None:
-            ticket.future.set_result(ticket.seq_last)
-        else:
-            ticket.future.set_exception(again(ticket.error))
-
-
-def _resolve_coroutines(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        waiter = ticket.waiter
-        assert waiter is not None
-        if waiter.done():
-            continue
-        if ticket.error is None:
-            waiter.set_result(ticket.seq_last)
-        else:
-            waiter.set_exception(again(ticket.error))

@@ -120,10 +120,11 @@ def _goes_on(file: File, offset: int) -> bool:
 
 def is_directory(files: Files, path: str) -> bool:
     """Whether a path is a directory, and so a log's; anything else is taken for a segment."""
-    try:
-        files.list(path)
-    except (NotADirectoryError, FileNotFoundError):
-        return False
+    with typed_errors(path, "look into it"):
+        try:
+            files.list(path)
+        except (NotADirectoryError, FileNotFoundError):
+            return False
     return True
 
 

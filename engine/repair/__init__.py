@@ -176,13 +176,13 @@ def _write_copy(files: Files, plan: Plan, target: str, temporary: str) -> Iterat
                 yield Progress(kept.body_bytes)
             files.sync_directory(temporary)
             yield from _check_copy(files, temporary)
+            files.rename(temporary, target)
         except BaseException:
             try:
                 _remove_files(files, temporary)
             except OSError:
                 pass  # the next repair removes them
             raise
-        files.rename(temporary, target)
         files.sync_directory(os.path.dirname(os.path.abspath(target)))
     finally:
         lock.close()

@@ -31,7 +31,7 @@ from lowwater.engine.repair.source import Candidate, Source, open_candidate, put
 from lowwater.engine.salvage import TolerantFile, whole_frames
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import Files
-from lowwater.errors import Corrupt
+from lowwater.errors import Corrupt, NewerVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Plan:
     def is_foreign(self, candidate: Candidate) -> bool:
         """Whether a file with a name of its own holds another log's segment. A `fork` changes the cluster id,
         so what is named as this log's segments are counts as this log's."""
-        if candidate.named or candidate.is_current or candidate.header is None or not self.kept:
+        if candidate.is_named or candidate.header is None or not self.kept:
             return False
         owners = {kept.candidate.header.cluster_id for kept in self.kept if kept.candidate.header is not None}
         return candidate.header.cluster_id not in owners
@@ -113,7 +113,7 @@ class Planner:
 
     def _beginning(self) -> list[Candidate]:
         """Where the log begins. A file that lost its name begins it only where one with a name follows it."""
-        named = [candidate for candidate in self._rest if candidate.named or candidate.is_current]
+        named = [candidate for candidate in self._rest if candidate.is_named]
         beginning = named[:1] or self._rest[:1]
         while beginning:
             header = beginning[0].header
@@ -143,7 +143,12 @@ class Planner:
         return None
 
     def _put_header_back(self, candidate: Candidate) -> bool:
-        return put_header_back(self._files, candidate, self._before, self._chain, self._links)
+        if put_header_back(self._files, candidate, self._before, self._chain, self._links):
+            return True
+        if candidate.is_newer:
+            # It is what it says, and not damaged.
+            raise NewerVersion(candidate.header_problem, path=candidate.path)
+        return False
 
     def _link_problem(self, candidate: Candidate) -> str | None:
         if candidate.header is None:
@@ -159,7 +164,7 @@ class Planner:
         assert candidate.header is not None
         with open_candidate(self._files, candidate) as file:
             end = scan_frames(file, candidate.header, stop=candidate.frames_stop).end
-        return end, candidate.is_current or candidate.named is not None
+        return end, candidate.is_named
 
     # ------------------------------------------------------------------ what of it is kept
 

@@ -45,6 +45,8 @@ class Candidate:
     compressed: bool = False
     header: SegmentHeader | None = None
     header_problem: str = ""
+    is_newer: bool = False
+    """Whether its header says that a newer version wrote it."""
     trailer: SegmentTrailer | None = None
     head: bytes = b""
     """The header, where it was put back."""
@@ -56,6 +58,11 @@ class Candidate:
     @property
     def is_current(self) -> bool:
         return self.name == CURRENT
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its name is one of a log's."""
+        return self.is_current or self.named is not None
 
     @property
     def is_unsealed(self) -> bool:
@@ -124,21 +131,22 @@ def _look_into(files: Files, candidate: Candidate, *, alone: bool) -> str | None
     try:
         with open_candidate(files, candidate) as file:
             candidate.file_bytes = size = file.size()
+            is_foreign = False
             try:
                 candidate.header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
-            except DataError as error:
+            except (DataError, NewerVersion) as error:
                 candidate.header_problem = error.message
+                candidate.is_newer = isinstance(error, NewerVersion)
+                is_foreign = isinstance(error, NotLowwater)
             try:
                 candidate.trailer = read_trailer(file, size)
-            except DataError:
-                pass
+            except (DataError, NewerVersion):
+                pass  # where it is newer and not damaged, so is the header
             if candidate.header is None and candidate.trailer is None:
                 if all_zero(file, 0, size):
                     return "there is nothing in it"
-                if candidate.named is None and not candidate.is_current:
+                if is_foreign and not candidate.is_named:
                     return "it is no segment"
-    except NewerVersion:
-        raise
     except LowwaterError as error:
         if alone:
             raise

@@ -121,7 +121,9 @@ def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: i
                     if machine is None:
                         break
                     points += 1
-                    with on_failure(f"after crashes at {number} ({loss}) and {second} of the recovery ({then})"):
+                    with on_failure(
+                        f"after crashes at {number} ({loss}) and {second} of the recovery ({then})"
+                    ):
                         lose_and_recover(machine, then, number * 31 + second)
                 else:
                     continue
@@ -219,7 +221,11 @@ def test_a_second_step_is_not_taken_after_a_crash() -> None:
     """The harness itself: a program that went on after its crash would make all of the above worthless."""
     machine = crashed(40, after=False)
     operations = machine.files.operations
-    calls: tuple[Callable[[], object], ...] = (machine.close, machine.idle, lambda: machine.append(machine.put(1)))
+    calls: tuple[Callable[[], object], ...] = (
+        machine.close,
+        machine.idle,
+        lambda: machine.append(machine.put(1)),
+    )
     for call in calls:
         with suppress(BaseException):  # a crash, or the poisoned log's error
             call()

@@ -22,7 +22,7 @@ from lowwater.engine.format import FIXED, FIXED_BYTES, U64, Flag
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.memory import MemoryFiles
 
-SCHEDULES = 60
+SCHEDULES = 100
 SEEDS = 200
 
 # Entries that must be given to the log in one call: one, or a group.
@@ -48,7 +48,9 @@ def history() -> list[Unit]:
             units.append(([seq], [settings_entry(changes).encode(time_us)]))
         else:
             puts = [
-                Put("b", f"k{rng.randrange(50)}", rng.randbytes(rng.choice((0, 10, 300, 3000)))).encode(time_us)
+                Put("b", f"k{rng.randrange(50)}", rng.randbytes(rng.choice((0, 10, 300, 3000)))).encode(
+                    time_us
+                )
                 for _ in range(rng.choice((1, 1, 1, 4)))
             ]
             puts.append(Delete("b", f"k{rng.randrange(50)}").encode(time_us))
@@ -138,7 +140,9 @@ def test_segments_do_not_depend_on_batching_and_crashes(chunk: int) -> None:
         done = False
         while not done:
             if rng.random() < 0.7:
-                machine.files.crash_at(machine.files.operations + rng.randint(1, 150), after=rng.random() < 0.5)
+                machine.files.crash_at(
+                    machine.files.operations + rng.randint(1, 150), after=rng.random() < 0.5
+                )
             machine.options = replace(random_options(rng), segment_bytes=machine.options.segment_bytes)
             try:
                 live_once(machine, rng)

@@ -44,7 +44,14 @@ def exit_by(ctx: click.Context, findings: Sequence[Finding]) -> None:
 
 
 def total_bytes(path: str) -> int:
-    """What there is to read, for a progress bar."""
-    if not os.path.isdir(path):
-        return os.path.getsize(path) if os.path.exists(path) else 0
-    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.name.endswith((".log", ".zst")))
+    """What there is to read, for a progress bar: about that much, where somebody writes to it."""
+    paths = [path]
+    if os.path.isdir(path):
+        paths = [entry.path for entry in os.scandir(path) if entry.name.endswith((".log", ".zst"))]
+    total = 0
+    for path in paths:
+        try:
+            total += os.path.getsize(path)
+        except OSError:
+            pass  # what is wrong with it is told when it is read
+    return total

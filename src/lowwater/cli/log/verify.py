@@ -7,6 +7,7 @@ import click
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings, total_bytes
 from lowwater.cli.output import json_option, number, print_json, progress_bar, size
 from lowwater.engine.check import Finding, check_directory_steps, check_segment_steps, require_log
+from lowwater.engine.directory import typed_errors
 from lowwater.engine.real import RealFiles
 from lowwater.engine.walk import is_directory
 
@@ -25,6 +26,8 @@ def verify(ctx: click.Context, path: str, as_json: bool) -> None:
         require_log(files, path)
         steps = check_directory_steps(files, path)
     else:
+        with typed_errors(path, "read the segment"):
+            files.open(path).close()  # what is not there is no damage
         steps = check_segment_steps(files, path)
     findings: list[Finding] = []
     segments = entries = bytes_done = 0
