@@ -218,6 +218,8 @@ class FaultyFiles:
     None without a limit; a file takes its size, so a pre-zeroed one can be overwritten on a full disk.
     """
 
+    preallocate = True
+
     def __init__(
         self,
         *,

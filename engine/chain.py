@@ -74,11 +74,15 @@ def create_entry(
 
 def settings_entry(changes: Mapping[str, Any], *, origin: int = 0) -> Control:
     """Change settings from this entry's seq on: it ends its segment."""
+    require_changeable(changes)
+    update_settings(LogSettings(), changes)
+    return Control(Kind.SETTINGS, dict(changes), origin)
+
+
+def require_changeable(changes: Mapping[str, Any]) -> None:
     for name in _UNCHANGEABLE:
         if name in changes:
             raise InvalidEntry(f"{name} is fixed by the first entry of a log", hint="make a new log for it")
-    update_settings(LogSettings(), changes)
-    return Control(Kind.SETTINGS, dict(changes), origin)
 
 
 def seal_entry(seq_first: int, *, origin: int = 0) -> Control:
@@ -199,7 +203,9 @@ def leave(
     if kind in ENDS_SEGMENT and not flags & Flag.REFUSED:
         if kind == Kind.SETTINGS:
             assert entry_of is not None
-            chain = chain._replace(settings=update_settings(chain.settings, decode_body(entry_of)))
+            changes = decode_body(entry_of)
+            require_changeable(changes)
+            chain = chain._replace(settings=update_settings(chain.settings, changes))
         return chain._replace(body_bytes=0, seq_first=0), True
     if not in_group and chain.body_bytes >= chain.settings.segment_bytes:
         return chain._replace(body_bytes=0, seq_first=0), True

@@ -17,6 +17,7 @@ from lowwater.engine.chain import CHANGES_OWNER, Chain, same_cut
 from lowwater.engine.compress import CompressedSegment, verify_stored
 from lowwater.engine.directory import (
     CURRENT,
+    HINT,
     DirectoryNames,
     Hint,
     Segment,
@@ -24,6 +25,7 @@ from lowwater.engine.directory import (
     read_hint,
     read_names,
     read_trailer,
+    sealed_segment,
     typed_errors,
 )
 from lowwater.engine.footer import footer_steps, hash_blocks
@@ -32,9 +34,11 @@ from lowwater.engine.recover import Current, chain_after_frames
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, judge_current, numbered_places, open_place, open_single, walk
-from lowwater.errors import LowwaterError, NotFound
+from lowwater.errors import Corrupt, LowwaterError, NotFound
 
 Severity = Literal["error", "warning"]
+
+_RESTORE = "restore this segment, or run `lowwater log repair` into a copy"
 
 
 class Finding(NamedTuple):
@@ -49,7 +53,9 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: LowwaterError, path: str) -> Finding:
-        return cls("error", error.message, error.path or path, error.seq, error.offset, error.hint)
+        # What errors advise elsewhere is what has led here.
+        hint = _RESTORE if error.hint == Corrupt.default_hint else error.hint
+        return cls("error", error.message, error.path or path, error.seq, error.offset, hint)
 
 
 class Progress(NamedTuple):
@@ -81,9 +87,15 @@ def check_directory_steps(
         with typed_errors(directory, "check the log directory"):
             names = names or read_names(files, directory)
             hint = read_hint(files, directory)
+            hint_damaged = hint is None and HINT in files.list(directory)
     except LowwaterError as error:
         yield Finding.of(error, directory)
         return
+    if hint_damaged:
+        hint_path = f"{directory}/{HINT}"
+        yield Finding(
+            "error", "the hint cannot be read", hint_path, hint="remove it if nothing else is found"
+        )
     for name in names.strangers:
         what = "this file does not belong to a log"
         yield Finding("warning", what, f"{directory}/{name}", hint="move it away")
@@ -106,7 +118,9 @@ def check_directory_steps(
                     segment = yield from _check_complete(file, place)
                     if segment is not None:
                         yield from _check_follows(segment, before, chain, place.path)
-                        chain = chain_after_frames(file, segment)
+                        # Of a damaged one no more is known than what its trailer says.
+                        is_whole = segment.positions is not None
+                        chain = chain_after_frames(file, segment) if is_whole else None
                 finally:
                     file.close()
         except LowwaterError as error:
@@ -259,7 +273,7 @@ def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment |
     yield Progress(size, len(scan.positions))
     if scan.problem is not None and trailer is not None:
         yield Finding("error", scan.problem, path, scan.chain.seq_last, scan.problem_offset, _RESTORE)
-        return None
+        return sealed_segment(path, header, trailer)
     if not scan.complete:
         yield Finding(
             "error",
@@ -273,7 +287,7 @@ def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment |
     if trailer is not None and scan.end != trailer.body_bytes:
         what = "the frames end before the footer says"
         yield Finding("error", what, path, scan.chain.seq_last, scan.end, _RESTORE)
-        return None
+        return sealed_segment(path, header, trailer)
     if scan.seq_first != header.seq_first:
         what = f"the header names seq {header.seq_first} as the first, and it is {scan.seq_first}"
         yield Finding("error", what, path, scan.seq_first, 0, _RESTORE)
@@ -282,9 +296,6 @@ def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment |
         yield Finding("error", what, path, scan.seq_first, None, _RESTORE)
     segment = yield from _check_footer(file, path, header, trailer, scan)
     return segment
-
-
-_RESTORE = "restore this segment, or run `lowwater log repair` into a copy"
 
 
 def _check_blocks(file: File, path: str, header: SegmentHeader, trailer: SegmentTrailer) -> Iterator[Step]:

@@ -3,8 +3,8 @@
 Always true:
   - describing changes nothing, needs no lock, and works on damaged files: what can be read is told, and
     what cannot is a finding;
-  - of a sealed segment only header and trailer are read (and the footer, for a segment on its own), so a
-    large log is described at once. That is no proof that it is sound: `check.py` gives that.
+  - of a sealed segment only header, trailer and last frame are read (and the footer, of a segment on its
+    own), so a large log is described at once. That is no proof that it is sound: `check.py` gives that.
 """
 
 from __future__ import annotations

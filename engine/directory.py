@@ -157,11 +157,15 @@ def load_sealed(files: Files, directory: str, seq_first: int, seq_last: int, nam
             f"the segment holds the seqs {trailer.seq_first} to {trailer.seq_last}, its name says otherwise",
             path=path,
         )
+    return sealed_segment(path, header, trailer)
+
+
+def sealed_segment(path: str, header: SegmentHeader, trailer: SegmentTrailer) -> Segment:
     return Segment(
         path=path,
         header=header,
-        seq_first=seq_first,
-        seq_last=seq_last,
+        seq_first=trailer.seq_first,
+        seq_last=trailer.seq_last,
         body_bytes=trailer.body_bytes,
         time_last_us=trailer.time_max_us,
         segment_hash=trailer.segment_hash,
@@ -271,7 +275,7 @@ def write_hint(files: Files, directory: str, hint: Hint, *, durable: bool) -> No
 
 
 def read_hint(files: Files, directory: str) -> Hint | None:
-    """The hint, or None where there is none or it cannot be read: then recovery knows less, not other."""
+    """The hint, or None where there is none or it cannot be read."""
     try:
         file = files.open(f"{directory}/{HINT}")
     except FileNotFoundError:
@@ -281,3 +285,16 @@ def read_hint(files: Files, directory: str) -> Hint | None:
     finally:
         file.close()
     return Hint.decode(data)
+
+
+def require_hint(files: Files, directory: str) -> Hint | None:
+    """The hint, or None where there is none. No crash leaves one that cannot be read, and without it damage
+    could pass for a torn write."""
+    hint = read_hint(files, directory)
+    if hint is None and HINT in files.list(directory):
+        raise Corrupt(
+            "the hint cannot be read",
+            path=f"{directory}/{HINT}",
+            hint="if `lowwater log verify` finds the segments sound, remove this file and open the log again",
+        )
+    return hint

@@ -19,7 +19,15 @@ from zlib import crc32
 
 from lowwater.engine import format
 from lowwater.engine.check import Finding, require_log
-from lowwater.engine.directory import Hint, Segment, check_link, read_hint, read_trailer, typed_errors
+from lowwater.engine.directory import (
+    Hint,
+    Segment,
+    check_link,
+    read_hint,
+    read_trailer,
+    sealed_segment,
+    typed_errors,
+)
 from lowwater.engine.entries import Entry, decode_payload
 from lowwater.engine.format import HEADER_BYTES, Flag, Kind, SegmentHeader, SegmentTrailer
 from lowwater.engine.reader import SealedReader, first_frame, seq_of, time_of
@@ -171,10 +179,10 @@ class _Dump:
             if place.state == "sealed":
                 reader = SealedReader(file)
                 if not self._may_hold(reader.trailer):
-                    self.before = _sealed_segment(place.path, header, reader.trailer)
+                    self.before = sealed_segment(place.path, header, reader.trailer)
                     return
                 yield from self._read_sealed(file, reader)
-                self.before = _sealed_segment(place.path, header, reader.trailer)
+                self.before = sealed_segment(place.path, header, reader.trailer)
                 return
         except Corrupt as error:
             # The frames may be whole where the footer is not, or up to a bad block.
@@ -274,7 +282,7 @@ class _Dump:
                 stop, seq_max = trailer.body_bytes, trailer.seq_last
                 reader = SealedReader(tolerant)
                 positions = reader.positions
-                self.before = _sealed_segment(path, reader.header, trailer)
+                self.before = sealed_segment(path, reader.header, trailer)
             except DataError as error:
                 yield Finding.of(error, path)
         if header is not None and not positions:
@@ -285,7 +293,7 @@ class _Dump:
             tolerant, HEADER_BYTES, stop, seq_before=seq_before, seq_max=seq_max, positions=positions
         ):
             if not isinstance(item, Frame):
-                what = f"{item.what}: skipped {item.end - item.start:,} bytes"
+                what = f"{item.what}: skipped {item.end - item.start:,} bytes after seq {item.seq_before}"
                 yield Finding("error", what, path, item.seq_before, item.start, SALVAGE_HINT)
                 continue
             self.seq_last = item.seq
@@ -295,19 +303,6 @@ class _Dump:
             except Corrupt as error:
                 error.offset = item.offset
                 yield Finding.of(error, path)
-
-
-def _sealed_segment(path: str, header: SegmentHeader, trailer: SegmentTrailer) -> Segment:
-    return Segment(
-        path=path,
-        header=header,
-        seq_first=trailer.seq_first,
-        seq_last=trailer.seq_last,
-        body_bytes=trailer.body_bytes,
-        time_last_us=trailer.time_max_us,
-        segment_hash=trailer.segment_hash,
-        sealed=True,
-    )
 
 
 def _unsealed_segment(file: File, path: str, header: SegmentHeader, scan: Scan) -> Segment:

@@ -168,6 +168,32 @@ def _as_bytes(value: Any) -> bytes:
     )
 
 
+def check_payload(payload: bytes) -> None:
+    """Raises InvalidEntry unless readers of all kinds will accept this payload. For payloads that somebody
+    else has made: what `encode` gives needs no check."""
+    if type(payload) is not bytes:
+        raise InvalidEntry(
+            f"a payload is bytes, not {type(payload).__name__}", hint="give what encode() returns"
+        )
+    if len(payload) < format.FIXED_BYTES:
+        raise InvalidEntry("a payload is too short to be one", hint="give what encode() returns")
+    kind, flags, bucket_len, key_len, _, _, _ = format.FIXED.unpack_from(payload)
+    try:
+        decode_payload(1, payload)
+    except (Corrupt, NewerVersion) as error:
+        raise InvalidEntry(f"no reader would accept this: {error.message}") from error
+    if bucket_len > BUCKET_BYTES_MAX or key_len > KEY_BYTES_MAX:
+        raise InvalidEntry(
+            f"a bucket has at most {BUCKET_BYTES_MAX} bytes, a key {KEY_BYTES_MAX:,}", hint="shorten the name"
+        )
+    if kind < Kind.BEGIN and not bucket_len:
+        raise InvalidEntry("a bucket cannot be empty", hint="give the bucket at least one character")
+    if kind in (Kind.PUT, Kind.DELETE, Kind.COPY) and not key_len:
+        raise InvalidEntry("a key cannot be empty", hint="give the key at least one character")
+    if kind == Kind.APPEND and not flags & (Flag.STREAM_OFFSET | Flag.REFUSED):
+        raise InvalidEntry("a message needs its offset in its stream")
+
+
 class Put(NamedTuple):
     """Store `value` under `key`."""
 

@@ -74,7 +74,8 @@ def segment_hash(block_hashes: Sequence[bytes]) -> bytes:
 
 
 class StreamRange(NamedTuple):
-    """The messages of one stream in a segment: dense offsets from `offset_first`, and their frames."""
+    """Messages of one stream in a segment with dense offsets from `offset_first`, and their frames. Who
+    assigns offsets leaves no gaps; where there is one all the same, another range begins."""
 
     offset_first: int
     frames: array[int]
@@ -175,7 +176,7 @@ def footer_steps(
     window_bytes = PLAIN_WINDOW_BYTES if columns is None else VECTOR_WINDOW_BYTES
     hasher = BlockHasher(block_bytes) if block_hashes is None else None
     kind_counts: dict[int, int] = {}
-    streams: dict[bytes, StreamRange] = {}
+    streams: dict[bytes, list[StreamRange]] = {}
     if hasher is not None:
         hasher.add(file.read_at(0, positions[0]))
 
@@ -194,10 +195,10 @@ def footer_steps(
         for kind, count in window.kind_counts.items():
             kind_counts[kind] = kind_counts.get(kind, 0) + count
         for topic, offset, frame in window.streams:
-            stream = streams.setdefault(topic, StreamRange(offset, array("I")))
-            if offset != stream.offset_first + len(stream.frames):
-                raise Corrupt(f"the offsets of stream {topic!r:.80} are not dense")
-            stream.frames.append(frame)
+            ranges = streams.setdefault(topic, [])
+            if not ranges or offset != ranges[-1].offset_first + len(ranges[-1].frames):
+                ranges.append(StreamRange(offset, array("I")))
+            ranges[-1].frames.append(frame)
         first = stop
         yield
 
@@ -220,14 +221,15 @@ def _assemble(
     key_frames: list[bytes],
     block_hashes: Sequence[bytes],
     kind_counts: dict[int, int],
-    streams: dict[bytes, StreamRange],
+    streams: dict[bytes, list[StreamRange]],
 ) -> tuple[bytes, SegmentTrailer]:
     kinds = b"".join(format.KIND_COUNT.pack(*item) for item in sorted(kind_counts.items()))
     stream_ranges = b"".join(
         format.STREAM_HEAD.pack(len(topic), stream.offset_first, len(stream.frames))
         + topic
         + stream.frames.tobytes()
-        for topic, stream in sorted(streams.items())
+        for topic, ranges in sorted(streams.items())
+        for stream in ranges
     )
     padding = bytes(format.align_footer(body_bytes) - body_bytes)
     footer = b"".join(
@@ -246,7 +248,7 @@ def _assemble(
         key_count=sum(map(len, key_hashes)) // 4,
         block_count=len(block_hashes),
         kind_count=len(kind_counts),
-        stream_count=len(streams),
+        stream_count=sum(map(len, streams.values())),
         stream_bytes=len(stream_ranges),
         segment_hash=segment_hash(block_hashes),
         footer_hash=blake3(footer).digest(),

@@ -5,6 +5,7 @@ Always true: a `Log` is the only writer of its directory; `append` returns when 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, create_entry, seal_entry
+from lowwater.engine.chain import Chain, LogSettings, create_entry, seal_entry, update_settings
 from lowwater.engine.check import Finding, check_directory_steps, require_log
-from lowwater.engine.directory import read_names
-from lowwater.engine.entries import Entry, Writable
+from lowwater.engine.entries import Entry, Writable, check_payload
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.reader import ColdSource, entries_of, read_chunks, seq_before_time
@@ -26,7 +26,16 @@ from lowwater.engine.real import RealClock, RealFiles, RealRandomness, ThreadRun
 from lowwater.engine.ring import Chunk
 from lowwater.engine.seams import Clock, Files, Randomness, Runner
 from lowwater.engine.wal import Build, Wal, WalOptions
-from lowwater.errors import InputError, LogDivergence, NotFound, OutOfOrderSeq, ReopenError, RepeatedSeq
+from lowwater.engine.walk import steady_names
+from lowwater.errors import (
+    InputError,
+    InvalidConfig,
+    LogDivergence,
+    NotFound,
+    OutOfOrderSeq,
+    ReopenError,
+    RepeatedSeq,
+)
 from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
@@ -50,6 +59,17 @@ class LogOptions(WalOptions):
     compression: Literal["none", "zstd"] = "zstd"
     # Seal what is older than this, so that it can be shipped; None leaves it to the size.
     segment_age_max_s: float | None = None
+
+    def __post_init__(self) -> None:
+        WalOptions.__post_init__(self)
+        if self.compression not in ("none", "zstd"):
+            raise InvalidConfig(f"compression is {self.compression!r:.80}", hint="give none or zstd")
+        if self.segment_age_max_s is not None and not 0 < self.segment_age_max_s < 10**9:
+            raise InvalidConfig(
+                f"segment_age_max_s is {self.segment_age_max_s!r:.80}", hint="give seconds above 0, or None"
+            )
+        changes = {"segment_bytes": self.segment_bytes, "block_bytes": self.block_bytes}
+        update_settings(LogSettings(), changes)
 
     @classmethod
     def from_config(cls, config: WalConfig) -> LogOptions:
@@ -122,7 +142,7 @@ class Log:
             files: Files = MemoryFiles() if directory is None else RealFiles()
             seams = Seams(files=files, owner=f"process {os.getpid()}")
         path = "memory" if directory is None else os.fspath(directory)
-        if not isinstance(path, str) or not path:
+        if not isinstance(path, str) or not path or "\0" in path:
             raise InputError(f"{directory!r} is no directory", hint="give the path of a directory as text")
         if create is False:
             require_log(seams.files, path)
@@ -135,7 +155,11 @@ class Log:
             options=options,
             durable_seq=durable_seq,
         )
-        log = cls(wal, seams, options, registry or CollectorRegistry())
+        try:
+            log = cls(wal, seams, options, registry or CollectorRegistry())
+        except BaseException:
+            wal.close()
+            raise
         if wal.chain.is_empty and create is not False:
             try:
                 log.append(create if not isinstance(create, bool) else log._new_create_entry())
@@ -238,31 +262,49 @@ class Log:
         return build
 
     def append_payloads(
-        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, timeout_s: float | None = None
+        self,
+        payloads: Sequence[bytes],
+        *,
+        seqs: Sequence[int] | None = None,
+        trusted: bool = False,
+        timeout_s: float | None = None,
     ) -> int:
-        """`append` for entries that are encoded already, with the seqs that somebody else has given them."""
+        """`append` for entries that are encoded already, with the seqs that somebody else has given them.
+
+        Each payload is decoded first, unless they are `trusted`: all made by `encode` in this process.
+        """
+        build = _given(payloads, seqs, trusted=trusted)
         try:
-            return self._wal.append(lambda _: (seqs, payloads), timeout_s=timeout_s)
+            return self._wal.append(build, timeout_s=timeout_s)
         except OutOfOrderSeq as error:
             self._explain(error, seqs, payloads)
             raise
 
     def submit_payloads(
-        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, timeout_s: float | None = None
+        self,
+        payloads: Sequence[bytes],
+        *,
+        seqs: Sequence[int] | None = None,
+        trusted: bool = False,
+        timeout_s: float | None = None,
     ) -> Future[int]:
+        """`append_payloads` that returns a future. Blocks only while the queue is full."""
+        build = _given(payloads, seqs, trusted=trusted)
         try:
-            return self._wal.submit(lambda _: (seqs, payloads), timeout_s=timeout_s)
+            return self._wal.submit(build, timeout_s=timeout_s)
         except OutOfOrderSeq as error:
             self._explain(error, seqs, payloads)
             raise
 
     async def append_payloads_async(
-        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None
+        self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, trusted: bool = False
     ) -> int:
+        """`append_payloads` for coroutines."""
+        build = _given(payloads, seqs, trusted=trusted)
         try:
-            return await self._wal.append_async(lambda _: (seqs, payloads))
+            return await self._wal.append_async(build)
         except OutOfOrderSeq as error:
-            self._explain(error, seqs, payloads)
+            await asyncio.to_thread(self._explain, error, seqs, payloads)
             raise
 
     def _explain(self, error: OutOfOrderSeq, seqs: Sequence[int] | None, payloads: Sequence[bytes]) -> None:
@@ -384,7 +426,7 @@ class Log:
         self.sync()
         files = self._seams.files
         with self._wal.lock:
-            names = read_names(files, self.directory)
+            names = steady_names(files, self.directory)
             view = self._wal.store.open_current(files)
         try:
             for step in check_directory_steps(files, self.directory, names=names, current=view):
@@ -410,6 +452,15 @@ def _load(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
     return Config.load(config)
+
+
+def _given(payloads: Sequence[bytes], seqs: Sequence[int] | None, *, trusted: bool) -> Build:
+    if not trusted:
+        if not isinstance(payloads, Sequence) or not isinstance(seqs, Sequence | None):
+            raise InputError("payloads and seqs are lists", hint="make a list of what you have")
+        for payload in payloads:
+            check_payload(payload)
+    return lambda _: (seqs, payloads)
 
 
 def _is_same(payload: bytes, held: bytes) -> bool:

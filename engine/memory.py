@@ -79,6 +79,8 @@ class MemoryFile:
 
 
 class MemoryFiles:
+    preallocate = False
+
     def __init__(self) -> None:
         self._inodes: dict[str, Inode] = {}
         self._directories = {"": None}

@@ -202,6 +202,7 @@ def read_chunks(
     """What lies above `seq`, up to `seq_stop`; where that is None it goes on, waiting for what comes, until
     the log is closed. Chunks follow one another; the first may begin before what was asked, and the last end
     after it."""
+    wal.refuse_forked()
     while seq_stop is None or seq < seq_stop:
         with wal.lock:
             chunk = wal.ring.after(seq)

@@ -5,6 +5,7 @@ Always true: a directory that `make_directory` made is durable; a lock ends with
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -133,6 +134,8 @@ class RealFile:
 
 
 class RealFiles:
+    preallocate = True
+
     def open(self, path: str, *, write: bool = False, create: bool = False) -> RealFile:
         flags = os.O_CLOEXEC | (os.O_RDWR if write or create else os.O_RDONLY)
         if create:
@@ -143,9 +146,12 @@ class RealFiles:
         return sorted(os.listdir(directory))
 
     def make_directory(self, directory: str) -> None:
-        if os.path.isdir(directory):
-            return
         parent = os.path.dirname(os.path.abspath(directory))
+        if os.path.isdir(directory):
+            # Who made it may have crashed before it was durable. Some may not look into the parent.
+            with contextlib.suppress(PermissionError):
+                self.sync_directory(parent)
+            return
         self.make_directory(parent)
         try:
             os.mkdir(directory)

@@ -36,8 +36,8 @@ from lowwater.engine.directory import (
     Segment,
     check_link,
     load_sealed,
-    read_hint,
     read_names,
+    require_hint,
     typed_errors,
 )
 from lowwater.engine.entries import decode_payload
@@ -47,6 +47,9 @@ from lowwater.engine.format import BATCH_BYTES_MAX, HEADER_BYTES, SegmentHeader
 from lowwater.engine.scan import READ_BYTES, Readable, Scan, find_frame, scan_frames
 from lowwater.engine.seams import File, Files, write_all
 from lowwater.errors import Corrupt, NotLowwater
+
+# One batch is unsynced at a time, and the first of a segment has the header before it.
+_TORN_BYTES_MAX = BATCH_BYTES_MAX + HEADER_BYTES
 
 BEFORE_TRUNCATE = Failpoint("recover.before_truncate")
 BEFORE_REWRITE = Failpoint("recover.before_rewrite")
@@ -75,7 +78,7 @@ def inspect_directory(files: Files, directory: str, *, durable_seq: int = 0) -> 
     """Everything that opening decides, decided without changing a byte."""
     with typed_errors(directory, "read the log directory"):
         names = read_names(files, directory)
-        hint = read_hint(files, directory)
+        hint = require_hint(files, directory)
     segments: list[Segment] = []
     chain = Chain()
     before: Segment | None = None
@@ -206,7 +209,7 @@ def inspect_current(
     except (Corrupt, NotLowwater) as error:
         if (
             floor > seq_before
-            or (not unsynced and find_frame(file, BATCH_BYTES_MAX, size, seq_above=seq_before) is not None)
+            or (not unsynced and find_frame(file, _TORN_BYTES_MAX, size, seq_above=seq_before) is not None)
             # Header and first frame begin in one sector: a crash leaves zeros of it, or a first part.
             or (any(file.read_at(0, HEADER_BYTES)) and _is_frame(file, HEADER_BYTES))
         ):
@@ -250,8 +253,20 @@ def inspect_current(
         _require_no_frame(file, scan, scan.chain.seq_last)
         if not unsynced:
             _require_torn(file, scan, size, scan.chain.seq_last)
-        torn_bytes = size - scan.end
+        torn_bytes = _end_of_data(file, size) - scan.end
     return Current(header, scan, scan.seq_first, torn_bytes)
+
+
+def _end_of_data(file: File, size: int) -> int:
+    """Where the zeros begin that the file ends with."""
+    end = size
+    while end:
+        start = max(0, end - READ_BYTES)
+        kept = len(file.read_at(start, end - start).rstrip(b"\0"))
+        if kept:
+            return start + kept
+        end = start
+    return 0
 
 
 def _require_no_frame(file: File, scan: Scan, seq_last: int) -> None:
@@ -274,7 +289,7 @@ def _is_frame(file: File, position: int) -> bool:
 def _require_torn(file: File, scan: Scan, size: int, seq_last: int) -> None:
     if scan.complete:
         raise Corrupt(scan.problem or "", offset=scan.problem_offset, seq=seq_last)
-    found = find_frame(file, scan.problem_offset + BATCH_BYTES_MAX, size, seq_above=seq_last)
+    found = find_frame(file, scan.problem_offset + _TORN_BYTES_MAX, size, seq_above=seq_last)
     if found is not None:
         raise Corrupt(
             f"{scan.problem}, but whole frames follow from offset {found} on: this is no torn write",
@@ -297,7 +312,7 @@ def repair_current(file: File, current: Current, hint: Hint | None) -> None:
     if hint is not None and hint.segment_seq_first == current.header.seq_first:
         known = min(hint.durable_bytes, end)
     unsynced = hint is not None and hint.sync_mode == "none"
-    start = known if unsynced else max(known, end - BATCH_BYTES_MAX)
+    start = known if unsynced else max(known, end - _TORN_BYTES_MAX)
     BEFORE_REWRITE()
     for offset in range(start, end, READ_BYTES):
         write_all(file, offset, [file.read_at(offset, min(READ_BYTES, end - offset))])

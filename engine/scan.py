@@ -63,7 +63,7 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
     while True:
         view = memoryview(data)
         size = len(data)
-        needed = FRAME_BYTES
+        needed = format.FRAME_FIXED_BYTES
         while size - position >= format.FRAME_FIXED_BYTES:
             seq, length, checksum, kind, flags, _, _, _, frame_time_us, _ = unpack(data, position)
             frame_end = position + FRAME_BYTES + length
@@ -176,13 +176,21 @@ def all_zero(file: Readable, start: int, stop: int) -> bool:
     return True
 
 
+# What one search may read in candidates, each of which can claim to be 32 MiB long.
+_SEARCH_BYTES_MAX = 2**30
+
 _known_kinds = b"".join(re.escape(bytes([kind])) for kind in format.Kind)
 # Where a frame could begin: a length below 32 MiB, a known kind, and no flag above the known ones.
 _CANDIDATE = re.compile(rb"(?=.{11}[\x00\x01].{4}[" + _known_kinds + rb"].[\x00-\x03])", re.DOTALL)
 
 
 def find_frame(file: Readable, start: int, stop: int, *, seq_above: int) -> int | None:
-    """Where the first whole, checked frame with a seq above `seq_above` begins at or after `start`."""
+    """Where the first whole, checked frame with a seq above `seq_above` begins at or after `start`.
+
+    It may also name a place of which it could not tell in a reasonable time: to the caller, who asks whether
+    damage is more than a torn write, the careful answer is yes.
+    """
+    budget_bytes = _SEARCH_BYTES_MAX
     overlap = format.FRAME_FIXED_BYTES - 1
     while start < stop:
         window = file.read_at(start, min(READ_BYTES + overlap, stop - start))
@@ -193,9 +201,20 @@ def find_frame(file: Readable, start: int, stop: int, *, seq_above: int) -> int 
                 at = match.start()
                 if len(window) - at < format.FRAME_FIXED_BYTES:
                     break
-                seq, length, checksum, _, _, *lengths, _, _ = format.FRAME_FIXED.unpack_from(window, at)
-                if seq <= seq_above or not format.FIXED_BYTES + sum(lengths) <= length:
+                fields = format.FRAME_FIXED.unpack_from(window, at)
+                seq, length, checksum, _, _, bucket_len, key_len, metadata_len, _, _ = fields
+                if (
+                    seq <= seq_above
+                    or bucket_len > format.BUCKET_BYTES_MAX
+                    or key_len > format.KEY_BYTES_MAX
+                    or format.FIXED_BYTES + bucket_len + key_len + metadata_len > length
+                    or start + at + FRAME_BYTES + length > stop
+                ):
                     continue
+                budget_bytes -= length
+                if budget_bytes < 0:
+                    # Data that looks like the beginnings of frames everywhere: this may be one.
+                    return start + at
                 payload = file.read_at(start + at + FRAME_BYTES, length)
                 if len(payload) == length and format.frame_checksum(seq, payload) == checksum:
                     return start + at

@@ -81,6 +81,9 @@ class File(Protocol):
 class Files(Protocol):
     """A file system, by the few calls that the engine makes of it."""
 
+    preallocate: bool
+    """Whether overwriting synced zeros is faster than letting a file grow."""
+
     def open(self, path: str, *, write: bool = False, create: bool = False) -> File:
         """`create` makes a new file and fails with FileExistsError where one is."""
         ...

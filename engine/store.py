@@ -256,18 +256,20 @@ class SegmentStore:
         """Have synced zeros where the next frames go, up to the size at which the segment ends."""
         start = current.zeroed_bytes
         end = min(max(start + ZEROED_BYTES, needed_bytes), current.header.segment_bytes)
-        if end <= start:
+        if end <= start or not self._files.preallocate:
             return
         try:
             for offset in range(start, end, ZERO_STEP_BYTES):
                 write_all(current.file, offset, [bytes(min(ZERO_STEP_BYTES, end - offset))])
-            current.file.sync("fsync")
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # There is no room to be fast; there may be room for the entries.
             current.file.truncate(start)
-            end = current.header.segment_bytes
+            current.zeroed_bytes = current.header.segment_bytes
+            return
+        # With sync mode `none` there may be entries in this sync: where it fails, the log is poisoned.
+        current.file.sync("fsync")
         current.zeroed_bytes = end
 
     def rotate(self) -> None:
@@ -340,6 +342,7 @@ class SegmentStore:
             if self._job is not None and self._job_is_spare:
                 self._job.close()
                 self._job = None
+                self._remove_quietly(f"{self._directory}/{SPARE}")  # half of one helps nobody
         while self._job_step(may_prepare=False):
             pass
 
@@ -363,7 +366,8 @@ class SegmentStore:
         self._job_is_spare = segment is None
         if segment is not None:
             return self._seal(segment)
-        if may_prepare and current is not None and self._spare_wanted and not self._spare_ready:
+        wanted = may_prepare and self._spare_wanted and not self._spare_ready and self._files.preallocate
+        if wanted and current is not None:
             segment_bytes = current.header.segment_bytes
             if current.durable_bytes >= _spare_after_bytes(segment_bytes):
                 return self._prepare_spare(segment_bytes)
@@ -447,7 +451,10 @@ class SegmentStore:
                 self._note_synced(self.current)
             if self._spare_ready:
                 self._remove_quietly(f"{self._directory}/{SPARE}")
-            self._write_hint(durable=True)
+            try:
+                self._write_hint(durable=True)
+            except OSError:
+                pass  # it is a hint: a disk without room for it has kept the entries
         if self.current is not None:
             self.current.file.close()
 

@@ -39,9 +39,9 @@ class Ticket:
         self.loop: asyncio.AbstractEventLoop | None = None
 
 
-def settle(tickets: Sequence[Ticket], error: LowwaterError | None) -> list[Ticket]:
-    """Settle the appends: wake threads and coroutines, and return those with futures to resolve."""
-    futures: list[Ticket] = []
+def settle(tickets: Sequence[Ticket], error: LowwaterError | None, futures: list[Ticket]) -> None:
+    """Settle the appends: wake threads and coroutines, and add to `futures` those with futures to resolve.
+    Harmless when an interrupt had it done by half and it is done again."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
     for ticket in tickets:
         ticket.error = error
@@ -59,7 +59,6 @@ def settle(tickets: Sequence[Ticket], error: LowwaterError | None) -> list[Ticke
             loop.call_soon_threadsafe(_resolve_coroutines, mine)
         except RuntimeError:
             pass  # the loop was closed: nobody waits there any more
-    return futures
 
 
 def again(error: LowwaterError) -> LowwaterError:
@@ -83,12 +82,22 @@ def _set_if_waiting(room: asyncio.Future[None]) -> None:
 
 
 def resolve_futures(tickets: Sequence[Ticket]) -> None:
+    """Resolve every future, whatever the callback of one of them raises."""
+    interrupt: BaseException | None = None
     for ticket in tickets:
-        assert ticket.future is not None
-        if ticket.error is None:
-            ticket.future.set_result(ticket.seq_last)
-        else:
-            ticket.future.set_exception(again(ticket.error))
+        future = ticket.future
+        assert future is not None
+        try:
+            if future.done():
+                continue
+            if ticket.error is None:
+                future.set_result(ticket.seq_last)
+            else:
+                future.set_exception(again(ticket.error))
+        except BaseException as error:  # noqa: BLE001 — raised again below
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _resolve_coroutines(tickets: Sequence[Ticket]) -> None:

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import struct
 import threading
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +50,7 @@ from lowwater.errors import (
     Closed,
     DirectoryLocked,
     DiskFull,
+    InputError,
     InvalidConfig,
     InvalidEntry,
     LogPoisoned,
@@ -57,6 +61,9 @@ from lowwater.metrics import LogMetrics
 
 # What an append costs in memory besides its frames.
 APPEND_OVERHEAD_BYTES = 600
+
+# What encoding runs into when it is given something else than entries.
+_ENCODING_ERRORS = (TypeError, ValueError, AttributeError, struct.error, OverflowError)
 
 # Makes the payloads of an append, given the chain that they will follow: (seqs or None, payloads).
 Build = Callable[[Chain], tuple[Sequence[int] | None, Sequence[bytes]]]
@@ -115,6 +122,7 @@ class Wal:
         self.clock = clock
         self.options = options
         self._metrics: LogMetrics | None = None
+        self._registry: CollectorRegistry | None = None
         self.lock = threading.Lock()
         self._room = threading.Condition(self.lock)
         self._room_sleepers = 0
@@ -126,11 +134,16 @@ class Wal:
         self._urgent = False
         self._sync_due_s: float | None = None
         self._leading = False
+        self._lead_over = threading.Condition(self.lock)
+        self._settling: list[Ticket] = []  # durable, and perhaps not told so yet
         self._writer_leads = False
         self._writer_is_up = False  # the writer thread will look at the queue again by itself
         self._failure: LowwaterError | None = None
         self._closing = False
         self._ended = False
+        self._forked = False
+        # Entries were taken with ack="memory" and discarded: there is nobody else to tell.
+        self._lost_unheard = False
         self._room_waiters: list[RoomWaiter] = []
         self.ring = Ring(options.ring_bytes_max, options.ring_frames_max)
 
@@ -156,6 +169,7 @@ class Wal:
         self._writer = runner.start("wal-writer", self._writer_step)
         self._housekeeper = runner.start("wal-housekeeping", self._housekeeping_step)
         self._housekeeper.wake()
+        _open_wals.add(self)
 
     # ------------------------------------------------------------------ appending
 
@@ -166,7 +180,13 @@ class Wal:
 
     def watch(self, registry: CollectorRegistry) -> None:
         """Have this log's metrics in `registry`."""
-        metrics = LogMetrics(registry)
+        try:
+            metrics = LogMetrics(registry)
+        except ValueError as error:
+            raise InputError(
+                "this registry has the metrics of another log",
+                hint="give each open log a registry of its own",
+            ) from error
         metrics.watch(
             segments=lambda: self.store.segment_count,
             size_bytes=lambda: self.store.bytes_total,
@@ -175,6 +195,7 @@ class Wal:
             queue_bytes=lambda: self._queued_bytes,
         )
         self._metrics = metrics
+        self._registry = registry
 
     @property
     def failure(self) -> LowwaterError | None:
@@ -183,6 +204,7 @@ class Wal:
 
     def append(self, build: Build, *, timeout_s: float | None = None) -> int:
         """Append, and return the last seq once it is durable."""
+        self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
@@ -196,6 +218,7 @@ class Wal:
 
     def sync(self) -> int:
         """Return once everything that was appended before is durable: the last durable seq."""
+        self.refuse_forked()
         with self.lock:
             self._require_open()
         return self._flush()
@@ -242,12 +265,17 @@ class Wal:
         """The thread leaves (an error, Ctrl-C): a lead that it was given and did not take up goes on."""
         with self.lock:
             ticket.turn = None
-            if ticket.promoted and not ticket.leads and not ticket.done:
+            if ticket.promoted and not ticket.leads:
+                ticket.leads = True
                 self._hand_over()
+            elif self._queue and not self._leading:
+                # It left between queueing its entries and getting in line.
+                self._writer.wake()
 
     def submit(self, build: Build, *, timeout_s: float | None = None) -> Future[int]:
         """Append, and return a future of the last seq that resolves once it is durable. Blocks only while
         the queue is full."""
+        self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # what is queued will be written: it cannot be cancelled
@@ -261,6 +289,7 @@ class Wal:
 
     async def append_async(self, build: Build) -> int:
         """`append` for coroutines: one wake-up of the event loop for all that one sync made durable."""
+        self.refuse_forked()
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.clock.monotonic())
         ticket.loop = loop
@@ -283,6 +312,7 @@ class Wal:
 
     def enqueue(self, build: Build, *, timeout_s: float | None = None) -> int:
         """Append, and return the last seq at once (`ack="memory"`): it is durable after the next sync."""
+        self.refuse_forked()
         with self.lock:
             self._enqueue(build, None, timeout_s)
             seq_last = self._chain.seq_last
@@ -298,6 +328,15 @@ class Wal:
             self._writer.wake()
         return seq_last
 
+    def refuse_forked(self) -> None:
+        """A forked child shares the files and not the threads: it may touch nothing, and no lock either."""
+        if self._forked:
+            raise LogPoisoned(
+                "this process was forked from the one that opened the log",
+                path=self.directory,
+                hint="open a log after the fork, in one process only",
+            )
+
     def _require_open(self) -> None:
         if self._failure is not None:
             raise again(self._failure)
@@ -309,9 +348,15 @@ class Wal:
         room_needed = 1
         while True:
             self._wait_for_room(room_needed, timeout_s, blocking=ticket is None or ticket.loop is None)
-            seqs, payloads = build(self._chain)
-            sizes = list(map(len, payloads))
-            self._check(seqs, sizes)
+            try:
+                seqs, payloads = build(self._chain)
+                sizes = list(map(len, payloads))
+                self._check(seqs, sizes)
+            except _ENCODING_ERRORS as error:
+                raise InvalidEntry(
+                    f"this is not an entry: {error}",
+                    hint="append Put, Delete, …, or what their encode() gives",
+                ) from error
             if seqs is None:
                 seq_first = self._chain.seq_last + 1
                 seqs = range(seq_first, seq_first + len(payloads))
@@ -417,8 +462,7 @@ class Wal:
         if not self._writer_leads:
             if self._leading or not self._queue:
                 return None
-            if not self._urgent:
-                assert self._sync_due_s is not None, "frames lie in the queue and nobody minds them"
+            if not self._urgent and self._sync_due_s is not None:
                 wait_s = self._sync_due_s - self.clock.monotonic()
                 if wait_s > 0:
                     return wait_s
@@ -442,9 +486,9 @@ class Wal:
             with self.lock:
                 self._hand_over()
         except Exception as error:  # noqa: BLE001 — whatever went wrong, nobody may write after it
-            self._poison(error)
+            self._poison(error, leading=True)
         except BaseException as error:
-            self._poison(error)
+            self._poison(error, leading=True)
             raise
         finally:
             resolve_futures(resolved)
@@ -454,6 +498,7 @@ class Wal:
         if not self._queue:
             self._leading = self._urgent = False
             self._sync_due_s = None
+            self._lead_over.notify_all()
             return
         owner: Ticket | None = self._queue[0].owner
         if owner is not None and owner.turn is not None:
@@ -509,10 +554,12 @@ class Wal:
             self._queued_bytes -= len(data) + APPEND_OVERHEAD_BYTES * append_count
             assert self._queued_bytes >= 0
             self._in_flight = []
+            self._settling = tickets
             if self._room_sleepers:
                 self._room.notify_all()
             room_waiters, self._room_waiters = self._room_waiters, []
-        resolved += settle(tickets, None)
+        settle(tickets, None, resolved)
+        self._settling = []
         wake_room_waiters(room_waiters)
         if not frame_count:
             return
@@ -528,8 +575,12 @@ class Wal:
         elif self.store.claim_housekeeping():
             self._housekeeper.wake()
 
-    def _poison(self, cause: BaseException) -> None:
-        """Refuse writes from now on: what is on the disk above the durable position is unknown."""
+    def _poison(self, cause: BaseException, *, leading: bool) -> None:
+        """Refuse writes from now on: what is on the disk above the durable position is unknown.
+
+        `leading` says that the caller has the lead, which then ends. Who has not must leave the leader its
+        batch: it may be inside a write, and nobody may take the file away before it has come back.
+        """
         failure: LowwaterError
         if isinstance(cause, LowwaterError):
             failure = cause
@@ -541,17 +592,28 @@ class Wal:
         with self.lock:
             if self._failure is None:
                 self._failure = failure
-            pieces = [*self._in_flight, *self._queue]
+            pieces = list(self._queue)
             self._queue.clear()
-            self._in_flight = []
-            self._queued_bytes = 0
-            self._leading = self._writer_leads = False
+            settled: list[Ticket] = []
+            if leading:
+                pieces += self._in_flight
+                settled, self._settling = self._settling, []
+                self._in_flight = []
+                self._queued_bytes = 0
+                self._leading = self._writer_leads = False
+                self._lead_over.notify_all()
+            else:
+                self._queued_bytes -= _queue_bytes(pieces)
+            self._lost_unheard |= any(piece.owner is None for piece in pieces)
             room_waiters, self._room_waiters = self._room_waiters, []
             self._room.notify_all()
             self.durable_changed.notify_all()
         tickets = [piece.owner for piece in pieces if piece.completes and piece.owner is not None]
-        resolve_futures(settle(tickets, self._failure))
+        futures: list[Ticket] = []
+        settle(settled, None, futures)
+        settle(tickets, self._failure, futures)
         wake_room_waiters(room_waiters)
+        resolve_futures(futures)
 
     # ------------------------------------------------------------------ housekeeping and closing
 
@@ -561,39 +623,77 @@ class Wal:
         try:
             return self.store.housekeeping_step()
         except Exception as error:  # noqa: BLE001 — as for the leader
-            self._poison(error)
+            self._poison(error, leading=False)
             return None
 
     def close(self) -> None:
-        """Write and sync what was queued, finish the sealing, and let the directory go."""
+        """Write and sync what was queued, finish the sealing, and let the directory go.
+
+        Raises where entries were lost of which nobody else was told. Interrupted while it waits for a write,
+        it leaves the log open: the directory must not go to another process before that write has ended.
+        """
+        if self._forked:
+            return
         with self.lock:
             if self._closing:
                 return
             self._closing = True
             self._room.notify_all()
-        clean = self._failure is None
+        flushed = False
         try:
-            if clean:
+            if self._failure is None:
                 try:
                     self._flush()
+                    flushed = True
                 except LowwaterError:
-                    clean = False  # every waiter has got the error
-        finally:
+                    pass  # it is in `_failure`
             with self.lock:
-                self._ended = True
-                self.durable_changed.notify_all()
-            self._housekeeper.stop()
-            self._writer.stop()
-            try:
-                with typed_errors(self.directory, "close the log"):
-                    self.store.close(clean=clean and self._failure is None)
-            finally:
-                self._lock_file.close()
+                if self._writer_leads:
+                    # Nobody is inside: the writer was to take it up.
+                    self._leading = self._writer_leads = False
+                while self._leading:
+                    self._lead_over.wait()
+        except BaseException:
+            with self.lock:
+                self._closing = False
+            raise
+        with self.lock:
+            self._ended = True
+            self.durable_changed.notify_all()
+        self._housekeeper.stop()
+        self._writer.stop()
+        _open_wals.discard(self)
+        if self._registry is not None and self._metrics is not None:
+            self._registry.unregister(self._metrics)
+        try:
+            with typed_errors(self.directory, "close the log"):
+                self.store.close(clean=flushed and self._failure is None)
+        finally:
+            self._lock_file.close()
+        if self._failure is not None and self._lost_unheard:
+            raise again(self._failure)
 
     @property
     def ended(self) -> bool:
         """Whether nothing will become durable any more: closing writes first what was queued."""
         return self._ended
+
+
+_open_wals: weakref.WeakSet[Wal] = weakref.WeakSet()
+
+
+def _forbid_in_child() -> None:
+    for wal in list(_open_wals):
+        wal._forked = True
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
+
+
+def _queue_bytes(pieces: Sequence[Piece]) -> int:
+    """What pieces count for in the queue."""
+    appends = sum(piece.completes and piece.frame_count > 0 for piece in pieces)
+    return sum(len(piece.data) for piece in pieces) + APPEND_OVERHEAD_BYTES * appends
 
 
 def _lock_directory(files: Files, directory: str, owner: str) -> File:

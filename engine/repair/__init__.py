@@ -25,7 +25,7 @@ from lowwater.engine.repair.source import load_source, open_candidate
 from lowwater.engine.scan import READ_BYTES, scan_frames
 from lowwater.engine.seams import File, Files, write_all
 from lowwater.engine.walk import is_directory
-from lowwater.errors import Corrupt, DirectoryLocked, InputError
+from lowwater.errors import Corrupt, DirectoryLocked, DirectoryNotWritable, InputError
 
 __all__ = ["Cut", "KeptSegment", "RepairReport", "Unconnected", "repair_log", "repair_steps"]
 
@@ -159,6 +159,12 @@ def _lock_source(files: Files, source: str) -> File | None:
         except OSError as error:
             if error.errno == errno.EROFS:
                 return None  # nobody can write here
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise DirectoryNotWritable(
+                    "cannot tell whether a process has this log open",
+                    path=path,
+                    hint="repair as the owner of the files, or repair a copy of them",
+                ) from error
             raise
 
 

@@ -153,6 +153,36 @@ def test_they_work_while_a_process_has_the_log_open(command: str, directory: str
         assert len(lines_of(directory)) == ENTRIES + 1
 
 
+WRITE_UNTIL_KILLED = """
+import sys
+from lowwater.engine.entries import Put
+from lowwater.engine.log import Log
+
+with Log.open(sys.argv[1]) as log:
+    log.append(Put("users", "ready", b"yes"))
+    print("ready", flush=True)
+    for number in range(100_000):
+        log.append(*[Put("users", f"user-{number}-{item}", bytes(100)) for item in range(10)])
+"""
+
+
+def test_they_work_while_a_process_writes_as_fast_as_it_can(tmp_path: Path) -> None:
+    """Files are rotated, sealed and renamed under them. What they show has no gap all the same."""
+    directory = str(tmp_path / "log")
+    make_log(directory, entries=1)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WRITE_UNTIL_KILLED, directory]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        for _ in range(12):
+            document = run_json("inspect", directory)
+            assert document["exit_code"] == 0, document["findings"]
+            seqs = [line["seq"] for line in lines_of(directory, "--from", str(document["seq_last"]))]
+            assert seqs == list(range(document["seq_last"], seqs[-1] + 1))
+        writer.kill()
+
+
 # ---------------------------------------------------------------------------- inspect
 
 
@@ -676,6 +706,7 @@ def test_repair_refuses_what_would_do_harm(directory: str, tmp_path: Path) -> No
     assert not os.path.exists(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_terminated_repair_leaves_no_copy(tmp_path: Path) -> None:
     """Whoever stops it gets his room back."""
     directory, target = str(tmp_path / "log"), str(tmp_path / "target")
@@ -713,3 +744,38 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(directory: str) -> Non
         assert json.loads(verify.stdout.read())["sound"] is True
     os.close(leader)
     assert b"verifying" in shown
+
+
+# ---------------------------------------------------------------------------- the contract
+
+
+def names_in(document: Any) -> set[str]:
+    """The names of all fields, except below those whose names are data."""
+    if isinstance(document, list):
+        return set().union(*map(names_in, document))
+    if not isinstance(document, dict):
+        return set()
+    inner = [names_in(value) for name, value in document.items() if name not in _NAMES_ARE_DATA]
+    return set(document).union(*inner)
+
+
+_NAMES_ARE_DATA = ("kinds", "metadata", "body", "header", "trailer")
+
+
+def test_every_field_of_the_json_is_documented(directory: str, tmp_path: Path) -> None:
+    """The document is the contract; what it does not mention is not promised."""
+    text = (GOLDEN.parents[1] / "docs" / "operating" / "log-tools.md").read_text()
+    write(f"{directory}/notes.txt", b"do not delete")
+    flip(sealed_paths(directory)[1], 1500)
+    documents = [
+        run_json("inspect", directory),
+        run_json("inspect", sealed_paths(directory)[0]),
+        run_json("verify", directory),
+        run_json("repair", directory, str(tmp_path / "target")),
+        *map(json.loads, run("dump", directory, "--json").stdout.splitlines()),
+        json.loads(run("dump", directory, "--json").stderr),
+    ]
+    (golden,) = (GOLDEN / "optional-groups").glob("*.log")
+    documents += lines_of(str(golden))
+    undocumented = {name for name in names_in(documents) if f"`{name}`" not in text}
+    assert undocumented == {"exit_code"}

@@ -228,6 +228,15 @@ def test_a_missing_segment_is_found_at_the_one_after_it(directory: str) -> None:
     assert finding.seq == seqs_of(paths[2])[0]
 
 
+def test_a_missing_segment_is_found_also_after_a_damaged_one(directory: str) -> None:
+    """Damage must not hide a gap: its trailer still tells where it ended."""
+    paths = sealed(directory)
+    flip(paths[0], 1500)
+    os.remove(paths[1])
+    found(directory, "a frame's checksum", where=paths[0])
+    found(directory, "the segment follows seq", where=paths[2])
+
+
 def test_a_missing_end_is_found_by_the_hint(directory: str) -> None:
     """Nothing comes after the end of a log that could miss it."""
     os.remove(current_path(directory))

@@ -98,7 +98,7 @@ def test_a_crash_at_any_operation_takes_back_no_promise(chunk: int) -> None:
 
 
 def crashed_again(number: int, loss: Loss, second: int) -> Machine | None:
-    """A machine whose program ended once more, at an operation of its recovery; None where that has no more."""
+    """A machine whose program ended once more, in its recovery; None where that has no more operations."""
     machine = crashed(number, after=bool(number & 8))
     machine.crash(loss[0], random.Random(loss[1] * 7 + number))
     machine.files.crash_at(machine.files.operations + second, after=bool(second & 1))

@@ -155,7 +155,8 @@ def test_segments_do_not_depend_on_batching_and_crashes(chunk: int) -> None:
 
 
 def live_once(machine: Machine, rng: random.Random) -> None:
-    log = machine.open(create=first_entry())
+    machine.open(create=first_entry())
+    log = machine.log
     for seqs, payloads in calls_after(log.seq_last, rng):
         if rng.random() < 0.5:
             log.append_payloads(payloads, seqs=seqs)

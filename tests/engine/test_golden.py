@@ -250,7 +250,9 @@ def test_a_golden_footer_finds_every_key_and_message(path: str) -> None:
     assert blake3(b"".join(hashes)).digest() == trailer.segment_hash
 
 
-@pytest.mark.parametrize("case", ["minimal", "kinds", "big-seqs", "chain", "holes", "current", "sealing"])
+@pytest.mark.parametrize(
+    "case", ["minimal", "kinds", "big-seqs", "chain", "holes", "current", "sealing", "sealing-half-footer"]
+)
 def test_a_golden_directory_is_a_sound_log(case: str) -> None:
     """Segments, their chain and what is not sealed yet."""
     files = MemoryFiles()
@@ -277,8 +279,10 @@ def test_an_unsealed_golden_segment_reads_to_its_entries(path: str) -> None:
     scan = scan_frames(file, header, stop=file.size())
     entries = list(decode_frames(file.read_at(0, scan.end), format.HEADER_BYTES, scan.end, verify=True))
     assert [plain(entry) for entry in entries] == expected_entries(path)
-    assert (scan.problem is not None) == path.startswith(("current-torn/", "current-half-group/"))
-    assert scan.complete == path.startswith("sealing/")
+    assert (scan.problem is not None) == path.startswith(
+        ("current-torn/", "current-half-group/", "sealing-half-footer/")
+    )
+    assert scan.complete == path.startswith("sealing")
 
 
 @pytest.mark.parametrize("path", READABLE, ids=short)
@@ -288,7 +292,7 @@ def test_a_golden_segment_reads_to_the_same_columns(path: str) -> None:
     pytest.importorskip("pyarrow")
     from lowwater.engine.columns import read_columns
 
-    if path.startswith(("current-torn/", "current-half-group/")):
+    if path.startswith(("current-torn/", "current-half-group/", "sealing-half-footer/")):
         with pytest.raises(Corrupt):
             read_columns(open_golden(path))
         return

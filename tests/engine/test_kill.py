@@ -14,9 +14,9 @@ import pytest
 
 from lowwater.engine.log import Log, LogOptions
 
-# A warm interpreter that forks a writer for every line that it is sent: the number of the life. It says "forked
-# <pid>" and, once that one is dead, "dead". Between the two the writer says "<first seq> <key> ..." after each
-# acknowledgement. Lines are shorter than a pipe's atomic write, so they never mix.
+# A warm interpreter that forks a writer for every line that it is sent: the number of the life. It says
+# "forked <pid>" and, once that one is dead, "dead". Between the two the writer says "<first seq> <key> ..."
+# after each acknowledgement. Lines are shorter than a pipe's atomic write, so they never mix.
 SERVER = """
 import os, random, sys, threading
 from zlib import crc32
@@ -42,7 +42,8 @@ def write(log, life, thread, way):
         if way == "group":
             acknowledge(log.append_group(*puts))
         elif way == "future":
-            log.submit(*puts).add_done_callback(lambda done, a=acknowledge: done.exception() or a(done.result()))
+            future = log.submit(*puts)
+            future.add_done_callback(lambda done, a=acknowledge: done.exception() or a(done.result()))
         elif way == "memory":
             log.append(*puts, ack="memory")
             if serial % 10 == 0:
@@ -87,7 +88,7 @@ class Killer:
         self.acknowledged = 0
 
     def live_and_die(self, server: subprocess.Popen[str], life: int) -> dict[int, str]:
-        """One life, ended after so many acknowledgements, which may be none: (seq, key) of what was promised."""
+        """One life, ended after so many acknowledgements, which may be none: what was promised in it."""
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(f"{life}\n")

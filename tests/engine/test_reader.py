@@ -1,4 +1,4 @@
-"""Reading: one ordered stream over sealed segments, those without a footer, the active file and the live tail."""
+"""Reading: one ordered stream over sealed segments, unsealed ones, the active file and the live tail."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from lowwater.engine.testing.damage import (
 from lowwater.errors import (
     Corrupt,
     DirectoryLocked,
+    DirectoryNotWritable,
     DiskFull,
     InputError,
     NewerVersion,
@@ -567,6 +568,26 @@ def test_a_log_that_a_process_has_open_is_refused(source: str, target: str) -> N
         assert repair_log(FILES, sealed_paths(source)[0], target).written, "a sealed segment never changes"
     shutil.rmtree(target)
     assert repair_log(FILES, source, target).written
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EACCES, True), (errno.EROFS, False)])
+def test_a_lock_that_cannot_be_taken_is_refused_unless_nobody_can_write(
+    source: str, target: str, number: int, is_refused: bool
+) -> None:
+    """A read-only file system is a good place to repair from; another's files may be in use."""
+
+    class NoLockFiles(RealFiles):
+        def lock(self, path: str, owner: str) -> RealFile:
+            if path.startswith(source):
+                raise OSError(number, os.strerror(number))
+            return super().lock(path, owner)
+
+    if is_refused:
+        with pytest.raises(DirectoryNotWritable, match="cannot tell whether a process has") as caught:
+            repair_log(NoLockFiles(), source, target)
+        assert "copy" in caught.value.hint
+    else:
+        assert repair_log(NoLockFiles(), source, target).is_whole
 
 
 def test_nobody_can_open_the_source_while_it_is_repaired(source: str, target: str) -> None:

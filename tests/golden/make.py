@@ -435,8 +435,13 @@ def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
     specs = minimal()
     ((name, data),) = write_log(specs).items()
     body_bytes = SegmentTrailer.decode(data).body_bytes
-    data = data[:body_bytes] + bytes(4096 - body_bytes)
-    yield f"sealing/{name.replace('segment', 'sealing')}", data, expected(data, specs)
+    name = name.replace("segment", "sealing")
+    zeros = data[:body_bytes] + bytes(4096 - body_bytes)
+    yield f"sealing/{name}", zeros, expected(zeros, specs)
+    # The power went while the footer was written.
+    half = data[: (body_bytes + len(data)) // 2]
+    half += bytes(4096 - len(half))
+    yield f"sealing-half-footer/{name}", half, expected(half, specs)
 
 
 def compressed(kept: bytes | None) -> Iterator[tuple[str, bytes, bytes]]:

@@ -151,10 +151,9 @@ def _tell(finding: Finding, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(finding_as_json(finding)), err=True)
         return
-    where = f"after seq {finding.seq}" if finding.seq is not None else "at the start"
-    if finding.offset is not None:
-        where += f", offset {finding.offset}"
-    click.echo(f"damaged: {finding.what} ({visible(finding.where)}, {where})", err=True)
+    fields = (("path", finding.where), ("seq", finding.seq), ("offset", finding.offset))
+    where = ", ".join(f"{name} {value}" for name, value in fields if value is not None)
+    click.echo(f"damaged: {visible(finding.what)} ({visible(where)})", err=True)
 
 
 def _write(lines: Iterator[str]) -> None:

@@ -25,7 +25,7 @@ def finding_as_json(finding: Finding) -> dict[str, Any]:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    table = new_table("", "file", "seq", "offset", "what, and what to do", right=("seq", "offset"))
+    table = new_table("severity", "file", "seq", "offset", "what, and what to do", right=("seq", "offset"))
     for finding in findings:
         table.add_row(
             finding.severity,
