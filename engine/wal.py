@@ -339,6 +339,7 @@ class Wal:
 
     def _require_open(self) -> None:
         if self._failure is not None:
+            self._lost_unheard = False
             raise again(self._failure)
         if self._closing:
             raise Closed("the log is closed", path=self.directory)
@@ -604,11 +605,11 @@ class Wal:
                 self._lead_over.notify_all()
             else:
                 self._queued_bytes -= _queue_bytes(pieces)
-            self._lost_unheard |= any(piece.owner is None for piece in pieces)
             room_waiters, self._room_waiters = self._room_waiters, []
             self._room.notify_all()
             self.durable_changed.notify_all()
         tickets = [piece.owner for piece in pieces if piece.completes and piece.owner is not None]
+        self._lost_unheard |= not tickets and any(piece.owner is None for piece in pieces)
         futures: list[Ticket] = []
         settle(settled, None, futures)
         settle(tickets, self._failure, futures)

@@ -127,6 +127,7 @@ def encode(spec: Spec) -> bytes:
 def write_log(specs: Sequence[Spec]) -> dict[str, bytes]:
     """The files of a log that holds these entries; the first is `create`."""
     files = MemoryFiles()
+    files.preallocate = True  # as on a disk: current.log has zeros after its frames
     seams = Seams(files=files, clock=_Clock(), randomness=_Randomness(), runner=_Runner(), owner="golden")
     settings = cbor2.loads(specs[0]["value"])["settings"]
     with Log.open(
