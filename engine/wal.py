@@ -370,14 +370,15 @@ class Wal:
             room_needed = size
             # Many threads may wait here, and what each of them encoded is in no queue that is counted.
             del payloads, pieces
-        self._chain = chain
         for piece in pieces:
             piece.owner = ticket
         pieces[-1].completes = True
         if ticket is not None:
             ticket.seq_last = chain.seq_last
-        self._queue.extend(pieces)
+        # Last and in this order: Ctrl-C comes after a call returns, and must find all of it done or nothing.
+        self._chain = chain
         self._queued_bytes += size
+        self._queue.extend(pieces)
 
     def _check(self, seqs: Sequence[int] | None, sizes: Sequence[int]) -> None:
         if not sizes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -229,17 +230,9 @@ def test_a_golden_footer_finds_every_key_and_message(path: str) -> None:
     for frame, entry in effective:
         if entry["kind"] == "append":
             streams.setdefault(entry["bucket"].encode(), []).append((entry["stream_offset"], frame))
-    at, found = sections.streams, {}
-    while at < sections.end:
-        length, offset_first, count = format.STREAM_HEAD.unpack(file.read_at(at, format.STREAM_HEAD.size))
-        at += format.STREAM_HEAD.size
-        name = file.read_at(at, length)
-        frames = numbers(at + length, count)
-        found[name] = list(zip(range(offset_first, offset_first + count), frames, strict=True))
-        at += length + 4 * count
-    assert found == streams
-    assert list(found) == sorted(streams)
-    assert len(found) == trailer.stream_count
+    runs = list(runs_of(file.read_at(sections.streams, sections.end - sections.streams)))
+    assert runs == [(name, streams[name]) for name in sorted(streams)]
+    assert len(runs) == trailer.stream_count
 
     assert trailer.segment_hash.hex() == EXPECTED[path]["segment_hash"]
     block_bytes = SealedReader(file).header.block_bytes
@@ -248,6 +241,39 @@ def test_a_golden_footer_finds_every_key_and_message(path: str) -> None:
         blake3(body[start : start + block_bytes]).digest() for start in range(0, len(body), block_bytes)
     ]
     assert blake3(b"".join(hashes)).digest() == trailer.segment_hash
+
+
+def runs_of(data: bytes) -> Iterator[tuple[bytes, list[tuple[int, int]]]]:
+    """The streams of a footer: (name, (offset, frame) of each message)."""
+    at = 0
+    while at < len(data):
+        length, offset_first, count = format.STREAM_HEAD.unpack_from(data, at)
+        at += format.STREAM_HEAD.size
+        name, frames = data[at : at + length], array("I", data[at + length : at + length + 4 * count])
+        yield name, list(zip(range(offset_first, offset_first + count), frames, strict=True))
+        at += length + 4 * count
+
+
+def test_offsets_that_are_not_dense_give_a_stream_for_each_run() -> None:
+    """A segment that could not be sealed would stop its log for ever."""
+    offsets = [("b", 5), ("a", 0), ("b", 6), ("b", 9), ("a", 1), ("b", 2), ("b", 3)]
+    messages = [
+        make.entry(2 + at, "append", bucket=name, stream_offset=offset)
+        for at, (name, offset) in enumerate(offsets)
+    ]
+    ((name, data),) = make.write_log([make.create(), *messages, make.seal(9, 1)]).items()
+    files = MemoryFiles()
+    files.open(name, create=True).write_at(0, [data])
+    assert list(check_segment(files, name)) == []
+    trailer = SealedReader(files.open(name)).trailer
+    sections = trailer.section_offsets()
+    assert list(runs_of(data[sections.streams : sections.end])) == [
+        (b"a", [(0, 2), (1, 5)]),
+        (b"b", [(5, 1), (6, 3)]),
+        (b"b", [(9, 4)]),
+        (b"b", [(2, 6), (3, 7)]),
+    ]
+    assert trailer.stream_count == 4
 
 
 @pytest.mark.parametrize(
