@@ -511,6 +511,8 @@ def fuzz_payload(source: Source) -> None:
     entry = quietly(lambda: decode_payload(7, payload))
     if isinstance(entry, Entry):
         assert entry.seq == 7
+        _, _, *lengths, _, _ = format.FIXED.unpack_from(payload)
+        assert format.FIXED_BYTES + sum(lengths) <= len(payload), "the next frame's bytes are in this one"
         again = format.encode_payload(
             format.KIND_CODES[entry.kind],
             entry.bucket.encode(),
