@@ -251,7 +251,10 @@ class Control(NamedTuple):
     origin: int = 0
 
     def encode(self, time_us: int) -> bytes:
-        value = b"" if not self.body else cbor2.dumps(dict(self.body), canonical=True)
+        try:
+            value = b"" if not self.body else cbor2.dumps(dict(self.body), canonical=True)
+        except cbor2.CBOREncodeError as error:
+            raise InvalidEntry(f"this body cannot be encoded: {error}") from error
         return format.encode_payload(self.kind, b"", b"", b"", value, time_us=time_us, origin=self.origin)
 
 

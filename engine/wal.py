@@ -142,6 +142,7 @@ class Wal:
         self._closing = False
         self._ended = False
         self._forked = False
+        self._closing_ticket: Ticket | None = None
         # Entries were taken with ack="memory" and discarded: there is nobody else to tell.
         self._lost_unheard = False
         self._room_waiters: list[RoomWaiter] = []
@@ -231,6 +232,8 @@ class Wal:
                     raise again(self._failure)
                 if not self._queue and not self._leading:
                     return self.durable_seq
+                if self._closing:
+                    self._closing_ticket = ticket
                 marker = _empty_piece(self._chain)
                 marker.owner, marker.completes = ticket, True
                 self._queue.append(marker)
@@ -610,7 +613,8 @@ class Wal:
             self._room.notify_all()
             self.durable_changed.notify_all()
         tickets = [piece.owner for piece in pieces if piece.completes and piece.owner is not None]
-        self._lost_unheard |= not tickets and any(piece.owner is None for piece in pieces)
+        heard = any(ticket is not self._closing_ticket for ticket in tickets)
+        self._lost_unheard |= not heard and any(piece.owner is None for piece in pieces)
         futures: list[Ticket] = []
         settle(settled, None, futures)
         settle(tickets, self._failure, futures)

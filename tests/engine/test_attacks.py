@@ -1,0 +1,187 @@
+"""Ways in which the log was broken once, and must not be again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from lowwater.chaos.disk import Fault, FaultyFiles, Operation
+from lowwater.engine.chain import settings_entry
+from lowwater.engine.check import check_directory
+from lowwater.engine.entries import Control, Put, encode_put
+from lowwater.engine.format import Kind
+from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.real import RealFiles
+from lowwater.errors import Corrupt, InputError, InvalidConfig, InvalidEntry, LogPoisoned
+
+
+def put(number: int) -> Put:
+    return Put("bucket", f"key-{number}", b"value")
+
+
+def test_a_forked_child_can_neither_append_nor_close_nor_read(tmp_path: Path) -> None:
+    """It shares the file and the lock with its parent, and would write over the parent's entries."""
+    log = Log.open(tmp_path / "log")
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        told = b""
+        for attempt in (lambda: log.append(put(1)), lambda: list(log.read()), log.sync):
+            try:
+                attempt()
+            except LogPoisoned:
+                told += b"refused "
+        log.close()
+        os.write(write_end, told)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 100) == b"refused refused refused "
+    os.close(read_end)
+    os.close(write_end)
+    assert log.append(put(2)) == 2
+    log.close()
+    with Log.open(tmp_path / "log") as log:
+        assert [entry.key for entry in log.read(2)] == ["key-2"]
+
+
+def test_closing_waits_for_a_write_that_is_under_way() -> None:
+    """Else the next owner's entries and the late write would meet in one file."""
+    files = FaultyFiles()
+    log = Log.open("log", seams=Seams(files=files), options=LogOptions(sync_mode="fdatasync"))
+    gate, inside = threading.Event(), threading.Event()
+
+    def stall(operation: Operation) -> Fault | None:
+        if operation.kind == "write" and operation.path.endswith("current.log"):
+            inside.set()
+            return Fault(gate=gate)
+        return None
+
+    files.fault = stall
+    appender = threading.Thread(target=log.append, args=(put(1),))
+    appender.start()
+    assert inside.wait(30)
+    closer = threading.Thread(target=log.close)
+    closer.start()
+    with pytest.raises(InputError):
+        Log.open("log", seams=Seams(files=files))
+    gate.set()
+    appender.join(30)
+    closer.join(30)
+    files.fault = None
+    with Log.open("log", seams=Seams(files=files)) as log:
+        assert [entry.key for entry in log.read(2)] == ["key-1"]
+
+
+def test_a_loss_that_nobody_was_told_of_is_told_by_close() -> None:
+    """With ack="memory" there is no waiter to get the error."""
+    files = FaultyFiles()
+    log = Log.open("log", seams=Seams(files=files), options=LogOptions(sync_interval_ms=3_600_000))
+    log.append(put(1), ack="memory")
+    files.fault = lambda operation: Fault(error=errno.EIO) if operation.kind == "write" else None
+    with pytest.raises(LogPoisoned):
+        log.close()
+
+
+def test_a_failed_sync_of_zeros_poisons_the_log_when_entries_were_in_it() -> None:
+    """With sync mode `none` that sync carries entries, and the one after it would succeed without them."""
+    files = FaultyFiles()
+    options = LogOptions(sync_mode="none", segment_bytes=64 * 2**20)
+    log = Log.open("log", seams=Seams(files=files), options=options)
+    files.fault = lambda operation: Fault(error=errno.ENOSPC) if operation.kind == "sync" else None
+    entries = [Put("bucket", f"key-{number}", bytes(2**20)) for number in range(20)]
+    with pytest.raises(LogPoisoned):
+        log.append(*entries)
+
+
+def test_an_unreadable_hint_is_not_a_missing_one(tmp_path: Path) -> None:
+    """No crash leaves one, and without it damage among acknowledged entries could pass for a torn write."""
+    with Log.open(tmp_path / "log") as log:
+        log.append(put(1))
+    hint = tmp_path / "log" / "hint"
+    data = bytearray(hint.read_bytes())
+    data[-1] ^= 1
+    hint.write_bytes(data)
+    with pytest.raises(Corrupt, match="hint"):
+        Log.open(tmp_path / "log")
+    assert [finding.what for finding in check_directory(RealFiles(), str(tmp_path / "log"))]
+    hint.unlink()
+    with Log.open(tmp_path / "log") as log:
+        assert log.seq_last == 2
+
+
+def test_a_registry_serves_one_open_log_after_the_other() -> None:
+    """A program that reopens its log goes on with the registry that it exports."""
+    registry = CollectorRegistry()
+    for _ in range(2):
+        with Log.open(None, registry=registry), pytest.raises(InputError, match="registry"):
+            Log.open(None, registry=registry)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"x" * 24,
+        bytearray(encode_put("b", "k", b"", time_us=0)),
+        encode_put("b", "k", b"", time_us=0)[:-1],
+        encode_put("b", "k", b"", time_us=0)[:-1] + b"\xff",
+        bytes([Kind.PUT]) + bytes(24),
+        bytes([Kind.APPEND]) + bytes(2) + b"\1" + bytes(21) + b"t",
+    ],
+)
+def test_payloads_that_no_reader_would_accept_are_refused(payload: bytes) -> None:
+    """Once it is in a segment nobody can read past it."""
+    with Log.open(None) as log:
+        with pytest.raises(InvalidEntry):
+            log.append_payloads([payload])
+        assert log.append(put(1)) == 2
+        assert not list(log.check())
+
+
+@pytest.mark.parametrize(
+    "entry", ["x", 1, Put("b", "k", b"", origin="x"), Control(Kind.NOOP, {"a": object()})]
+)  # type: ignore[arg-type]
+def test_what_is_no_entry_is_a_typed_error(entry: object) -> None:
+    """A traceback out of struct or CBOR tells a user nothing."""
+    with Log.open(None) as log:
+        with pytest.raises(InvalidEntry):
+            log.append(entry)  # type: ignore[arg-type]
+        assert log.append(put(1)) == 2
+
+
+def test_settings_that_never_change_are_refused_however_they_come() -> None:
+    """The engine's pages would differ from those of a replica that took them from `create`."""
+    with pytest.raises(InvalidEntry):
+        settings_entry({"page_keys": 128})
+    with Log.open(None) as log, pytest.raises(InvalidEntry):
+        log.append(Control(Kind.SETTINGS, {"page_keys": 128}))
+
+
+@pytest.mark.parametrize("options", [{"compression": "lz4"}, {"segment_age_max_s": 0}])
+def test_options_out_of_range_are_told_before_anything_opens(options: dict[str, object]) -> None:
+    """They used to fail later, or spin a thread."""
+    with pytest.raises(InvalidConfig):
+        LogOptions(**options)  # type: ignore[arg-type]
+
+
+def test_data_that_looks_like_frames_everywhere_is_judged_in_seconds(tmp_path: Path) -> None:
+    """An image mask of zeros and ones matches the beginning of a frame at every byte."""
+    rng = random.Random(1)
+    value = bytes(rng.choices((0, 1, 3), k=2**20))
+    log = Log.open(tmp_path / "log", options=LogOptions(sync_mode="fdatasync", segment_bytes=2**30))
+    for number in range(45):
+        log.append(Put("bucket", f"key-{number}", value))
+    log.close()
+    current = tmp_path / "log" / "current.log"
+    (tmp_path / "log" / "hint").unlink()
+    with current.open("r+b") as file:
+        file.seek(2**20)
+        file.write(b"\xff")
+    with pytest.raises(Corrupt):
+        Log.open(tmp_path / "log")
