@@ -35,7 +35,7 @@ test: .venv/dev ## all tests, then those that need Docker
 	esac
 
 bench: .venv/bench ## measure the log against its peers, in one run
-	@$(BIN)/python bench/log.py
+	@$(BIN)/python bench/log.py --picture build/bench/log.png
 
 chaos: .venv/dev ## the tests that run for minutes
 	@$(BIN)/pytest -m chaos --timeout 7200 tests/
