@@ -21,7 +21,6 @@ from lowwater.engine.format import FRAME_BYTES, Flag, Kind
 from lowwater.errors import Corrupt, InvalidEntry
 
 _pack_u64 = format.U64.pack
-_KNOWN_FIRST_CONTROL = FIRST_CONTROL_KIND
 
 
 class Piece:
@@ -93,7 +92,7 @@ def cut(
             raise InvalidEntry(f"entries of kind {kind} with flags {flags:#x} do not exist")
         if kind == Kind.APPEND and not flags & (Flag.STREAM_OFFSET | Flag.REFUSED):
             raise InvalidEntry("a message needs its offset in its stream")
-        if kind >= _KNOWN_FIRST_CONTROL or flags & Flag.GROUP:
+        if kind >= FIRST_CONTROL_KIND or flags & Flag.GROUP:
             plain = False
     if (
         plain
@@ -218,7 +217,7 @@ class GroupWalk:
             return
         offset = format.FIXED_BYTES + (16 if flags & Flag.TXN else 0)
         group_seq_last = int.from_bytes(payload[offset : offset + 8], "little")
-        if kind >= _KNOWN_FIRST_CONTROL:
+        if kind >= FIRST_CONTROL_KIND:
             raise InvalidEntry("a control entry cannot be part of a group", seq=seq)
         if self.seq_last not in (0, group_seq_last) or seq > group_seq_last:
             raise InvalidEntry("a group's last seq does not fit its entries", seq=seq)
@@ -236,7 +235,7 @@ def step(
     entry: Entry | None = None
     if kind in _DECODED_KINDS and not flags & Flag.REFUSED:
         entry = decode_payload(seq, payload)
-    if chain.is_empty or kind >= _KNOWN_FIRST_CONTROL:
+    if chain.is_empty or kind >= FIRST_CONTROL_KIND:
         chain = enter(chain, kind, flags, entry)
     entered = None
     if not chain.body_bytes:

@@ -44,7 +44,7 @@ from lowwater.engine.entries import decode_payload
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.footer import BlockHasher
 from lowwater.engine.format import BATCH_BYTES_MAX, HEADER_BYTES, SegmentHeader
-from lowwater.engine.scan import READ_BYTES, Readable, Scan, find_frame, scan_frames
+from lowwater.engine.scan import READ_BYTES, Readable, Scan, find_frame, is_frame, scan_frames
 from lowwater.engine.seams import File, Files, write_all
 from lowwater.errors import Corrupt, NotLowwater
 
@@ -211,7 +211,7 @@ def inspect_current(
             floor > seq_before
             or (not unsynced and find_frame(file, _TORN_BYTES_MAX, size, seq_above=seq_before) is not None)
             # Header and first frame begin in one sector: a crash leaves zeros of it, or a first part.
-            or (any(file.read_at(0, HEADER_BYTES)) and _is_frame(file, HEADER_BYTES))
+            or (any(file.read_at(0, HEADER_BYTES)) and is_frame(file, HEADER_BYTES, size))
         ):
             raise Corrupt(
                 "the segment's header is damaged, and it holds acknowledged entries", offset=0
@@ -271,19 +271,8 @@ def _end_of_data(file: File, size: int) -> int:
 
 def _require_no_frame(file: File, scan: Scan, seq_last: int) -> None:
     """A frame whose checksum matches was not torn: where the scan stopped there, it breaks a rule."""
-    if scan.problem is not None and _is_frame(file, scan.problem_offset):
+    if scan.problem is not None and is_frame(file, scan.problem_offset, file.size()):
         raise Corrupt(scan.problem, offset=scan.problem_offset, seq=seq_last)
-
-
-def _is_frame(file: File, position: int) -> bool:
-    head = file.read_at(position, format.FRAME_BYTES)
-    if len(head) < format.FRAME_BYTES:
-        return False
-    seq, length, checksum = format.FRAME.unpack(head)
-    if not seq or not format.FIXED_BYTES <= length <= format.PAYLOAD_BYTES_MAX:
-        return False
-    payload = file.read_at(position + format.FRAME_BYTES, length)
-    return len(payload) == length and bool(format.frame_checksum(seq, payload) == checksum)
 
 
 def _require_torn(file: File, scan: Scan, size: int, seq_last: int) -> None:

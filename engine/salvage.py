@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
-from lowwater.engine.scan import READ_BYTES, Readable, all_zero, find_frame, why_not_a_frame
+from lowwater.engine.scan import READ_BYTES, Readable, all_zero, find_frame, is_frame, why_not_a_frame
 from lowwater.engine.seams import File, SyncMode
 from lowwater.errors import Corrupt
 
@@ -97,29 +97,19 @@ def _next_frame(
 ) -> int:
     """Where the first whole frame after the damage at `offset` begins; `stop` where none does."""
     for index in range(bisect_right(positions, offset), len(positions)):
-        if _is_frame(file, positions[index], stop, seq, seq_max):
+        if is_frame(file, positions[index], stop, seq_above=seq, seq_max=seq_max):
             return positions[index]
     if positions:
         return stop
     head = file.read_at(offset, FRAME_BYTES)
     if len(head) == FRAME_BYTES:
         end = offset + FRAME_BYTES + int(format.FRAME.unpack(head)[1])
-        if _is_frame(file, end, stop, seq, seq_max):
+        if is_frame(file, end, stop, seq_above=seq, seq_max=seq_max):
             return end
     found = find_frame(file, offset + 1, stop, seq_above=seq)
-    while found is not None and not _is_frame(file, found, stop, seq, seq_max):
+    while found is not None and not is_frame(file, found, stop, seq_above=seq, seq_max=seq_max):
         found = find_frame(file, found + 1, stop, seq_above=seq)
     return stop if found is None else found
-
-
-def _is_frame(file: Readable, offset: int, stop: int, seq: int, seq_max: int) -> bool:
-    if offset + FRAME_FIXED_BYTES > stop:
-        return False
-    found, length, checksum = format.FRAME.unpack(file.read_at(offset, FRAME_BYTES))
-    if not seq < found <= seq_max or length < format.FIXED_BYTES or offset + FRAME_BYTES + length > stop:
-        return False
-    payload = file.read_at(offset + FRAME_BYTES, length)
-    return len(payload) == length and bool(format.frame_checksum(found, payload) == checksum)
 
 
 class TolerantFile:

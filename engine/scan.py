@@ -184,6 +184,21 @@ _known_kinds = b"".join(re.escape(bytes([kind])) for kind in format.Kind)
 _CANDIDATE = re.compile(rb"(?=.{11}[\x00\x01].{4}[" + _known_kinds + rb"].[\x00-\x03])", re.DOTALL)
 
 
+def is_frame(
+    file: Readable, offset: int, stop: int, *, seq_above: int = 0, seq_max: int = format.SEQ_MAX
+) -> bool:
+    """Whether a whole, checked frame with a seq above `seq_above` begins at `offset` and ends by `stop`."""
+    if offset + format.FRAME_FIXED_BYTES > stop:
+        return False
+    seq, length, checksum = format.FRAME.unpack(file.read_at(offset, FRAME_BYTES))
+    if not seq_above < seq <= seq_max or not format.FIXED_BYTES <= length <= format.PAYLOAD_BYTES_MAX:
+        return False
+    if offset + FRAME_BYTES + length > stop:
+        return False
+    payload = file.read_at(offset + FRAME_BYTES, length)
+    return len(payload) == length and bool(format.frame_checksum(seq, payload) == checksum)
+
+
 def find_frame(file: Readable, start: int, stop: int, *, seq_above: int) -> int | None:
     """Where the first whole, checked frame with a seq above `seq_above` begins at or after `start`.
 

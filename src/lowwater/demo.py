@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -183,8 +183,8 @@ def _payloads(count: int) -> Iterator[bytes]:
 
 
 def _batches(payloads: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
-    take: Callable[[], list[bytes]] = lambda: list(islice(payloads, size))  # noqa: E731
-    return iter(take, [])
+    while batch := list(islice(payloads, size)):
+        yield batch
 
 
 def _mark(holds: bool) -> str:
