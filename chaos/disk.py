@@ -243,7 +243,9 @@ class FaultyFiles:
         self._crash_after = False
         self._trace = blake3()
 
-    def open(self, path: str, *, write: bool = False, create: bool = False) -> FaultyFile:
+    def open(
+        self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+    ) -> FaultyFile:
         def effect(_: Fault) -> FaultyFile:
             if not create:
                 return FaultyFile(self, self._inode(path), path, writable=write)

@@ -107,8 +107,11 @@ def read_window(data: bytes, base: int, positions: Sequence[int], frame_first: i
     effective = (fixed["bucket_len"] > 0) & (fixed["flags"] & int(Flag.REFUSED) == 0)
     messages = effective & (frames.kinds == int(Kind.APPEND))
     indexed = np.flatnonzero(effective & ~messages)
-    lengths = fixed["bucket_len"][indexed].astype(np.int64) + fixed["key_len"][indexed]
-    hashes = crc32_many(data, frames.bucket_starts[indexed], lengths)
+    starts = frames.bucket_starts
+    lengths = fixed["bucket_len"].astype(np.int64) + fixed["key_len"]
+    if len(indexed) < len(at):
+        starts, lengths = starts[indexed], lengths[indexed]
+    hashes = crc32_many(data, starts, lengths)
     key_index = hashes.astype(np.uint64) << np.uint64(32) | (indexed + frame_first).astype(np.uint64)
     streams = []
     for frame in np.flatnonzero(messages).tolist():
@@ -159,16 +162,22 @@ def crc32_many(data: bytes, starts: _Int64, lengths: _Int64) -> npt.NDArray[np.u
     if not len(order):
         return result
     starts, lengths = starts[order], lengths[order]
+    width = int(lengths[0]) + 1 & ~1
+    if int(starts.max()) + width > len(data):
+        data = data + bytes(width)
+    block = _gather(data, np.dtype((np.void, width)), starts)
+    words = block.view("<u2").reshape(len(order), width // 2)
     one, two = _crc_tables()
     checksums = np.full(len(order), 0xFFFFFFFF, np.uint32)
-    pair = np.dtype("<u2")
     longer_than = np.searchsorted(-lengths, -np.arange(2, int(lengths[0]) + 1, 2), side="right")
     for step, active in enumerate(longer_than.tolist()):
         front = checksums[:active]
-        words = _gather(data, pair, starts[:active] + 2 * step)
-        checksums[:active] = two[(front ^ words) & 0xFFFF] ^ (front >> np.uint32(16))
+        index = front.astype(np.uint16)
+        index ^= words[:active, step]
+        front >>= np.uint32(16)
+        front ^= two.take(index)
     odd = np.flatnonzero(lengths & 1)
-    last = _gather(data, np.dtype("u1"), starts[odd] + lengths[odd] - 1)
+    last = block.view(np.uint8).reshape(len(order), width)[odd, lengths[odd] - 1]
     checksums[odd] = one[(checksums[odd] ^ last) & 0xFF] ^ (checksums[odd] >> np.uint32(8))
     result[order] = ~checksums
     return result

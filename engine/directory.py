@@ -24,7 +24,7 @@ import cbor2
 
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
-from lowwater.engine.footer import footer_steps
+from lowwater.engine.footer import FooterBuilder, footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
 from lowwater.engine.seams import File, Files, SyncMode, write_all
 from lowwater.errors import (
@@ -66,6 +66,7 @@ class Segment:
     # Only until it is sealed; then they are in its footer.
     positions: array[int] | None = None
     block_hashes: Sequence[bytes] | None = None
+    builder: FooterBuilder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,7 @@ def seal_steps(files: Files, segment: Segment) -> Generator[None, None, None]:
             segment.body_bytes,
             block_bytes=segment.header.block_bytes,
             block_hashes=segment.block_hashes,
+            builder=segment.builder,
         )
         assert trailer.segment_hash == segment.segment_hash
         assert (trailer.seq_first, trailer.seq_last) == (segment.seq_first, segment.seq_last)

@@ -28,7 +28,7 @@ assert array("I").itemsize == 4
 
 # A plain window takes about 0.2 ms, a vectorised one is the better the larger it is.
 PLAIN_WINDOW_BYTES = 2**15
-VECTOR_WINDOW_BYTES = 2**23
+VECTOR_WINDOW_BYTES = 2**21
 
 
 class BlockHasher:
@@ -155,6 +155,32 @@ def vectorised() -> ModuleType | None:
     return columns
 
 
+class FooterBuilder:
+    """What a footer says of the frames that were read so far, in order, in windows of any size."""
+
+    def __init__(self, *, plain: bool = False) -> None:
+        columns = None if plain else vectorised()
+        self._read = read_window if columns is None else columns.read_window
+        self.key_index = KeyIndex() if columns is None else columns.KeyIndex()
+        self.window_bytes = PLAIN_WINDOW_BYTES if columns is None else VECTOR_WINDOW_BYTES
+        self.frame_count = 0
+        self.kind_counts: dict[int, int] = {}
+        self.streams: dict[bytes, list[StreamRange]] = {}
+
+    def read(self, data: bytes, base: int, positions: Sequence[int]) -> None:
+        """The frames at `positions`, which follow those before; `data` begins at `base`."""
+        window = self._read(data, base, positions, self.frame_count)
+        self.key_index.add(window.key_index)
+        for kind, count in window.kind_counts.items():
+            self.kind_counts[kind] = self.kind_counts.get(kind, 0) + count
+        for topic, offset, frame in window.streams:
+            ranges = self.streams.setdefault(topic, [])
+            if not ranges or offset != ranges[-1].offset_first + len(ranges[-1].frames):
+                ranges.append(StreamRange(offset, array("I")))
+            ranges[-1].frames.append(frame)
+        self.frame_count += len(positions)
+
+
 def footer_steps(
     file: Readable,
     positions: array[int],
@@ -162,55 +188,54 @@ def footer_steps(
     *,
     block_bytes: int,
     block_hashes: Sequence[bytes] | None = None,
+    builder: FooterBuilder | None = None,
     plain: bool = False,
 ) -> Generator[None, None, tuple[bytes, SegmentTrailer]]:
     """Build the footer of a body that was checked. Yields between short pieces of work, and returns the
     footer's bytes (with the padding before it) and the trailer that follows it.
 
-    `block_hashes` spares the hashing where the writer has done it already.
+    `block_hashes` spares the hashing where the writer has done it already, and `builder` the reading of
+    the frames that it has seen.
     """
     assert positions, "a segment has at least one frame"
-    columns = None if plain else vectorised()
-    read = read_window if columns is None else columns.read_window
-    index = KeyIndex() if columns is None else columns.KeyIndex()
-    window_bytes = PLAIN_WINDOW_BYTES if columns is None else VECTOR_WINDOW_BYTES
+    if builder is None:
+        builder = FooterBuilder(plain=plain)
     hasher = BlockHasher(block_bytes) if block_hashes is None else None
-    kind_counts: dict[int, int] = {}
-    streams: dict[bytes, list[StreamRange]] = {}
     if hasher is not None:
+        assert not builder.frame_count, "what is to be hashed must be read"
         hasher.add(file.read_at(0, positions[0]))
 
-    first = 0
-    while first < len(positions):
+    while builder.frame_count < len(positions):
+        first = builder.frame_count
         start = positions[first]
-        stop = bisect_left(positions, start + window_bytes, first + 1)
+        stop = bisect_left(positions, start + builder.window_bytes, first + 1)
         end = positions[stop] if stop < len(positions) else body_bytes
         data = file.read_at(start, end - start)
         if len(data) != end - start:
             raise Corrupt("the segment is shorter than it was", offset=start + len(data))
         if hasher is not None:
             hasher.add(data)
-        window = read(data, start, positions[first:stop], first)
-        index.add(window.key_index)
-        for kind, count in window.kind_counts.items():
-            kind_counts[kind] = kind_counts.get(kind, 0) + count
-        for topic, offset, frame in window.streams:
-            ranges = streams.setdefault(topic, [])
-            if not ranges or offset != ranges[-1].offset_first + len(ranges[-1].frames):
-                ranges.append(StreamRange(offset, array("I")))
-            ranges[-1].frames.append(frame)
-        first = stop
+        builder.read(data, start, positions[first:stop])
         yield
 
     key_hashes, key_frames = [], []
-    for hashes_part, frames_part in index.finish():
+    for hashes_part, frames_part in builder.key_index.finish():
         key_hashes.append(hashes_part)
         key_frames.append(frames_part)
         yield
     if hasher is not None:
         block_hashes, _ = hasher.finish()
     assert block_hashes is not None
-    return _assemble(file, positions, body_bytes, key_hashes, key_frames, block_hashes, kind_counts, streams)
+    return _assemble(
+        file,
+        positions,
+        body_bytes,
+        key_hashes,
+        key_frames,
+        block_hashes,
+        builder.kind_counts,
+        builder.streams,
+    )
 
 
 def _assemble(

@@ -85,7 +85,9 @@ class MemoryFiles:
         self._inodes: dict[str, Inode] = {}
         self._directories = {"": None}
 
-    def open(self, path: str, *, write: bool = False, create: bool = False) -> MemoryFile:
+    def open(
+        self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+    ) -> MemoryFile:
         inode = self._inodes.get(path)
         if create:
             if inode is not None or path in self._directories:

@@ -84,8 +84,10 @@ class Files(Protocol):
     preallocate: bool
     """Whether overwriting synced zeros is faster than letting a file grow."""
 
-    def open(self, path: str, *, write: bool = False, create: bool = False) -> File:
-        """`create` makes a new file and fails with FileExistsError where one is."""
+    def open(self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False) -> File:
+        """`create` makes a new file and fails with FileExistsError where one is. `sequential` promises that
+        each write begins where the one before it ended, and allows zeros to be written beyond its end, up
+        to the next multiple of 4,096 bytes."""
         ...
 
     def list(self, directory: str) -> list[str]:

@@ -27,7 +27,7 @@ from lowwater.engine.directory import (
     write_hint,
 )
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.footer import BlockHasher
+from lowwater.engine.footer import VECTOR_WINDOW_BYTES, BlockHasher, FooterBuilder, vectorised
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES, TIME_SLICE, SegmentHeader
 from lowwater.engine.pieces import Piece
 from lowwater.engine.recover import Current, Recovered, hasher_of, repair_current
@@ -46,12 +46,17 @@ BEFORE_HINT = Failpoint("wal.before_hint")
 # changes. The first file of a log is zeroed by so much at a time, the others whole, in advance.
 ZEROED_BYTES = 8 * 2**20
 ZERO_STEP_BYTES = 2**20
+_ZEROS = bytes(ZERO_STEP_BYTES)
+# Durable frames are hashed, and read into the footer, when there are so many of them. The leader helps when
+# that falls behind.
+READ_BYTES = VECTOR_WINDOW_BYTES
+UNREAD_BYTES_MAX = 4 * READ_BYTES
 # A log that stays small never pays for a spare.
 SPARE_AFTER_BYTES = 4 * 2**20
 SEALING_MAX = 2
 HINT_INTERVAL_S = 1.0
 _ASKED = 2**64
-HINT_AFTER_BYTES = 4 * 2**20
+HINT_AFTER_BYTES = 16 * 2**20
 
 _seq_last = attrgetter("seq_last")
 _time_last = attrgetter("time_last_us")
@@ -70,9 +75,9 @@ class CurrentSegment:
     """The segment that is being written."""
 
     __slots__ = (
-        "body_bytes", "durable_bytes", "durable_frames", "durable_seq_last", "durable_time_us", "file",
-        "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us",
-        "zeroed_bytes",
+        "body_bytes", "builder", "durable_bytes", "durable_frames", "durable_seq_last", "durable_time_us",
+        "file", "has_news", "hasher", "header", "positions", "seq_last", "time_first_us", "time_last_us",
+        "unread", "unread_bytes", "zeroed_bytes",
     )  # fmt: skip
 
     def __init__(self, file: File, header: SegmentHeader, hasher: BlockHasher) -> None:
@@ -90,6 +95,21 @@ class CurrentSegment:
         self.time_first_us = 0
         self.seq_last = self.durable_seq_last = header.seq_before
         self.time_last_us = self.durable_time_us = header.time_before_us
+        # The footer as far as it is known, where reading ahead for it is worth while, and the durable frames
+        # that are neither in it nor hashed: what was in memory a moment ago is not read back.
+        self.builder: FooterBuilder | None = None
+        self.unread: list[bytes] = []
+        self.unread_bytes = 0
+
+    def keep_unread(self, data: bytes) -> None:
+        self.unread.append(data)
+        self.unread_bytes += len(data)
+
+    def take_unread(self) -> bytes:
+        data = b"".join(self.unread)
+        self.unread = []
+        self.unread_bytes = 0
+        return data
 
     def publish(self) -> None:
         """What was written is durable now."""
@@ -158,7 +178,7 @@ class SegmentStore:
             self.rotate()
 
     def _reopen(self, found: Current, hint: Hint | None) -> CurrentSegment:
-        file = self._files.open(self.path, write=True)
+        file = self._open_for_writing(self.path, write=True)
         repair_current(file, found, hint)
         end = found.scan.end
         current = CurrentSegment(file, found.header, hasher_of(file, end, found.header.block_bytes))
@@ -175,6 +195,11 @@ class SegmentStore:
         current.publish()
         self._note_synced(current)
         return current
+
+    def _open_for_writing(self, path: str, *, write: bool = False, create: bool = False) -> File:
+        # Without syncs the page cache is what takes the writes.
+        sequential = self._sync_mode != "none"
+        return self._files.open(path, write=write, create=create, sequential=sequential)
 
     # ------------------------------------------------------------------ writing (the leader)
 
@@ -206,7 +231,6 @@ class SegmentStore:
         self.synced_at_s = self._clock.monotonic()
         self.sync_s = self.synced_at_s - sync_started_s
         AFTER_SYNC()
-        current.hasher.add(data)
         current.body_bytes += len(data)
         for piece in pieces:
             current.positions.extend(piece.positions)
@@ -215,11 +239,12 @@ class SegmentStore:
         current.time_last_us = pieces[-1].time_us
         return data
 
-    def publish(self) -> None:
-        """Let readers see what `write` wrote. Called with the lock held."""
+    def publish(self, data: bytes) -> None:
+        """Let readers see `data`, which `write` wrote. Called with the lock held."""
         current = self.current
         assert current is not None
         current.publish()
+        current.keep_unread(data)
         if self._sync_mode != "none":
             self._note_synced(current)
 
@@ -235,9 +260,9 @@ class SegmentStore:
             self._spare_wanted = True
         if spare_ready:
             files.rename(f"{self._directory}/{SPARE}", self.path)
-            file = files.open(self.path, write=True)
+            file = self._open_for_writing(self.path, write=True)
         else:
-            file = files.open(self.path, create=True)
+            file = self._open_for_writing(self.path, create=True)
         files.sync_directory(self._directory)
         before = self.segments[-1] if self.segments else None
         header = chain.header(
@@ -248,6 +273,8 @@ class SegmentStore:
         current = CurrentSegment(file, header, BlockHasher(header.block_bytes))
         if spare_ready:
             current.zeroed_bytes = file.size()
+        if vectorised() is not None:
+            current.builder = FooterBuilder()
         with self._lock:
             self.current = current
         return current
@@ -260,7 +287,7 @@ class SegmentStore:
             return
         try:
             for offset in range(start, end, ZERO_STEP_BYTES):
-                write_all(current.file, offset, [bytes(min(ZERO_STEP_BYTES, end - offset))])
+                write_all(current.file, offset, [_ZEROS[: end - offset]])
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -280,6 +307,7 @@ class SegmentStore:
         if self._sync_mode == "none":
             current.file.sync("fsync")  # sealing always syncs
             self._note_synced(current)
+        self._read_step(least_bytes=1)
         block_hashes, segment_hash = current.hasher.finish()
         header = current.header
         name = segment_name(header.seq_first, current.seq_last, sealed=False)
@@ -294,6 +322,7 @@ class SegmentStore:
             sealed=False,
             positions=current.positions,
             block_hashes=block_hashes,
+            builder=current.builder,
         )
         with self._lock:
             # Readers open files by path under the lock, so name and list change together.
@@ -316,15 +345,19 @@ class SegmentStore:
     def claim_housekeeping(self) -> bool:
         """Whether there is something to do in the background; true once until it was looked at."""
         current = self.current
-        if current is not None and current.durable_bytes < self._housekeeping_from_bytes:
-            return False
+        if current is not None:
+            if current.unread_bytes > UNREAD_BYTES_MAX:
+                self._read_step()
+            if current.durable_bytes < self._housekeeping_from_bytes:
+                return False
         self._housekeeping_from_bytes = _ASKED
         return True
 
     def housekeeping_step(self) -> float | None:
         """One short piece of background work."""
         self._housekeeping_from_bytes = _ASKED
-        if self._job_step(may_prepare=True):
+        is_read = self._read_step()
+        if self._job_step(may_prepare=True) or is_read:
             return 0
         wait_s = self._hint_step()
         self._housekeeping_from_bytes = 0 if wait_s is None else self._next_work_bytes()
@@ -335,7 +368,26 @@ class SegmentStore:
         current = self.current
         if current is not None and self._spare_wanted:
             work_bytes = min(work_bytes, _spare_after_bytes(current.header.segment_bytes))
+        if current is not None:
+            work_bytes = min(work_bytes, current.durable_bytes - current.unread_bytes + READ_BYTES)
         return work_bytes
+
+    def _read_step(self, least_bytes: int = READ_BYTES) -> bool:
+        """Hash durable frames of the current segment and read them into its footer. Whether there were
+        enough of them."""
+        with self._job_lock:
+            with self._lock:
+                current = self.current
+                if current is None or current.unread_bytes < least_bytes:
+                    return False
+                builder = current.builder
+                data = current.take_unread()
+                if builder is not None:
+                    positions = current.positions[builder.frame_count : current.durable_frames]
+            current.hasher.add(data)
+            if builder is not None:
+                builder.read(data, positions[0], positions)
+            return True
 
     def seal_all(self) -> None:
         with self._job_lock:
@@ -382,7 +434,7 @@ class SegmentStore:
             self._files.rename(segment.path, path)
             segment.path = path
             segment.sealed = True
-            segment.positions = segment.block_hashes = None
+            segment.positions = segment.block_hashes = segment.builder = None
         self._files.sync_directory(self._directory)
         AFTER_SEAL()
 
@@ -393,10 +445,10 @@ class SegmentStore:
         try:
             if SPARE in self._files.list(self._directory):
                 self._files.remove(path)
-            file = self._files.open(path, create=True)
+            file = self._files.open(path, create=True, sequential=True)
             try:
                 for offset in range(0, size, ZERO_STEP_BYTES):
-                    write_all(file, offset, [bytes(min(ZERO_STEP_BYTES, size - offset))])
+                    write_all(file, offset, [_ZEROS[: size - offset]])
                     yield
                 file.sync("fsync")
             finally:

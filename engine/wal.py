@@ -544,15 +544,15 @@ class Wal:
         data = b""
         if frame_count:
             # What a sync waits behind has no frames.
-            pieces = [piece for piece in batch if piece.frame_count]
+            pieces = [piece for piece in batch if piece.frame_count] if len(batch) > 1 else batch
             last = pieces[-1]
             data = self.store.write(pieces)
         with self.lock:
             if frame_count:
-                self.store.publish()
+                self.store.publish(data)
                 self.durable_seq = last.seq_last
                 self.durable_time_us = last.time_us
-                chunk = Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), verified=True)
+                chunk = Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), True)
                 self.ring.append(chunk, frame_count)
                 if self.followers:
                     self.durable_changed.notify_all()
@@ -570,8 +570,9 @@ class Wal:
             return
         metrics = self._metrics
         if metrics is not None:
-            sync_s, synced_at_s = self.store.sync_s, self.store.synced_at_s
-            metrics.batch_written(frames=frame_count, size=len(data), write_s=sync_s, sync_s=sync_s)
+            store = self.store
+            metrics.batch_written(frame_count, len(data), store.sync_s)
+            synced_at_s = store.synced_at_s
             metrics.appends_durable([synced_at_s - ticket.started_s for ticket in tickets])
             metrics.rotations += last.ends_segment
         if last.ends_segment:

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from lowwater.metrics import LATENCY_BOUNDS_SECONDS, Histogram, LogMetrics, text
 
 HISTOGRAMS = {
-    "storage_wal_write_duration_seconds": "write_duration",
+    "storage_wal_write_duration_seconds": "commit_duration",
     "lowwater_wal_append_latency_seconds": "append_latency",
-    "lowwater_wal_fsync_duration_seconds": "fsync_duration",
+    "lowwater_wal_fsync_duration_seconds": "commit_duration",
 }
 COUNTERS = {
     "lowwater_wal_bytes_written_total": "bytes_written",
@@ -62,7 +62,7 @@ def test_every_histogram_moves(name: str, attribute: str) -> None:
     getattr(metrics, attribute).observe(0.25)
     samples = scraped(registry)
     assert {other: samples[f"{other}_count"] for other in HISTOGRAMS} == {
-        other: float(other == name) for other in HISTOGRAMS
+        other: float(HISTOGRAMS[other] == attribute) for other in HISTOGRAMS
     }
     assert samples[f"{name}_sum"] == 0.25
 
@@ -83,13 +83,13 @@ def test_a_group_commit_moves_what_it_touches() -> None:
     """The writer reports once for each batch, not once for each entry."""
     registry = CollectorRegistry()
     metrics = LogMetrics(registry)
-    metrics.batch_written(frames=3, size=400, write_s=0.5, sync_s=0.25)
+    metrics.batch_written(3, 400, 0.5)
     metrics.appends_durable([0.5, 0.75])
     samples = scraped(registry)
     assert samples["lowwater_wal_frames_written_total"] == 3
     assert samples["lowwater_wal_bytes_written_total"] == 400
     assert samples["storage_wal_write_duration_seconds_sum"] == 0.5
-    assert samples["lowwater_wal_fsync_duration_seconds_sum"] == 0.25
+    assert samples["lowwater_wal_fsync_duration_seconds_sum"] == 0.5
     assert samples["lowwater_wal_append_latency_seconds_sum"] == 1.25
     assert samples["lowwater_wal_append_latency_seconds_count"] == 2
 
@@ -99,7 +99,7 @@ def test_a_histogram_counts_a_duration_in_each_bucket_that_reaches_it() -> None:
     registry = CollectorRegistry()
     metrics = LogMetrics(registry)
     for seconds in (0.0, 0.001, 0.0011, 60.0):
-        metrics.fsync_duration.observe(seconds)
+        metrics.commit_duration.observe(seconds)
     samples = scraped(registry)
     bucket = "lowwater_wal_fsync_duration_seconds_bucket"
     assert samples[f"{bucket}1e-05"] == 1

@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -54,9 +54,8 @@ class LogMetrics(Collector):
     """What one log measures. A registry takes one of these: the names would meet."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.write_duration = Histogram()
         self.append_latency = Histogram()
-        self.fsync_duration = Histogram()
+        self.commit_duration = Histogram()
         self.bytes_written = 0
         self.frames_written = 0
         self.rotations = 0
@@ -85,27 +84,27 @@ class LogMetrics(Collector):
         self._cache_bytes = cache_bytes
         self._queue_bytes = queue_bytes
 
-    def batch_written(self, *, frames: int, size: int, write_s: float, sync_s: float) -> None:
-        """One group commit: `write_s` is the whole of it, `sync_s` the part that was the sync."""
+    def batch_written(self, frames: int, size: int, seconds: float) -> None:
+        """One group commit."""
         self.frames_written += frames
         self.bytes_written += size
-        self.write_duration.observe(write_s)
-        self.fsync_duration.observe(sync_s)
+        self.commit_duration.observe(seconds)
 
-    def appends_durable(self, latencies_s: Iterable[float]) -> None:
+    def appends_durable(self, latencies_s: Sequence[float]) -> None:
         """The appends that one group commit made durable, and how long each had waited."""
+        observe = self.append_latency.observe
         for latency_s in latencies_s:
-            self.append_latency.observe(latency_s)
+            observe(latency_s)
 
     def collect(self) -> Iterator[Metric]:
-        yield self.write_duration.family(
+        yield self.commit_duration.family(
             "storage_wal_write_duration_seconds", "One group commit: the write and the sync."
         )
         yield self.append_latency.family(
             "lowwater_wal_append_latency_seconds", "From an append to its entry being durable."
         )
-        yield self.fsync_duration.family(
-            "lowwater_wal_fsync_duration_seconds", "One sync of the active segment."
+        yield self.commit_duration.family(
+            "lowwater_wal_fsync_duration_seconds", "The same: write and sync are one call."
         )
         for counter, documentation, total in (
             ("lowwater_wal_bytes_written", "Bytes of frames written.", self.bytes_written),

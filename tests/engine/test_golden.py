@@ -22,6 +22,7 @@ from blake3 import blake3
 from lowwater.engine import format
 from lowwater.engine.check import check_directory, check_segment
 from lowwater.engine.compress import CompressedSegment, compress_segment, open_segment_file
+from lowwater.engine.directory import Hint, read_hint, require_hint
 from lowwater.engine.entries import Entry, decode_frames
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.memory import MemoryFiles
@@ -29,7 +30,7 @@ from lowwater.engine.reader import SealedReader
 from lowwater.engine.real import RealFiles
 from lowwater.engine.scan import scan_frames
 from lowwater.engine.seams import File
-from lowwater.errors import Corrupt, NewerVersion
+from lowwater.errors import Corrupt, NewerVersion, NotFound, NotLowwater
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FORMAT_MD = GOLDEN.parent.parent / "docs" / "FORMAT.md"
@@ -46,12 +47,21 @@ def _load_make() -> ModuleType:
 
 make = _load_make()
 MADE: dict[str, bytes] = make.make()
-SEGMENTS = sorted(path.removesuffix(".json") for path in MADE if path.endswith(".json"))
-EXPECTED: dict[str, Any] = {path: json.loads((GOLDEN / f"{path}.json").read_bytes()) for path in SEGMENTS}
+FILES = sorted(path.removesuffix(".json") for path in MADE if path.endswith(".json"))
+HINTS = [path for path in FILES if path.endswith("/hint")]
+SEGMENTS = [path for path in FILES if path not in HINTS]
+EXPECTED: dict[str, Any] = {path: json.loads((GOLDEN / f"{path}.json").read_bytes()) for path in FILES}
 READABLE = [path for path in SEGMENTS if "entries" in EXPECTED[path]]
 SEALED = [path for path in READABLE if "segment_hash" in EXPECTED[path]]
 UNSEALED = [path for path in READABLE if path not in SEALED]
 REFUSED = [path for path in SEGMENTS if path not in READABLE]
+REFUSED_SEALED = [path for path in REFUSED if not path.endswith("/current.log")]
+REFUSED_CURRENT = [path for path in REFUSED if path not in REFUSED_SEALED]
+ERRORS: dict[str, type[Exception]] = {
+    "newer version": NewerVersion,
+    "corrupt": Corrupt,
+    "not a segment": NotLowwater,
+}
 
 
 def short(path: str) -> str:
@@ -128,7 +138,8 @@ def test_the_golden_files_hold_every_kind_every_flag_and_a_chain() -> None:
         assert any(name in entry for entry in entries), name
     assert max(entry["seq"] for entry in entries) == format.SEQ_MAX
     assert len([path for path in SEALED if path.startswith("chain/")]) == 3
-    assert len(REFUSED) == 6
+    assert {EXPECTED[path]["error"] for path in REFUSED} == set(ERRORS)
+    assert len(REFUSED) == 13
 
 
 @pytest.mark.parametrize("batches", ["one by one", "all at once"])
@@ -137,12 +148,9 @@ def test_batching_changes_no_golden_byte(batches: str) -> None:
     for case in ("chain", "many-blocks", "kinds"):
         specs = make.CASES[case]()
         files = MemoryFiles()
-        seams = Seams(
-            files=files, clock=make._Clock(), randomness=make._Randomness(), runner=make._Runner(), owner=""
-        )
         options = LogOptions(batch_bytes_max=1 if batches == "one by one" else 2**20)
         entry = make.create_entry(make.CLUSTER_ID, make.SALT, _settings_of(specs[0]))
-        with Log.open("log", options=options, seams=seams, create=entry) as log:
+        with Log.open("log", options=options, seams=seams_of(files), create=entry) as log:
             runs = [[spec] for spec in specs[1:]] if batches == "one by one" else [specs[1:]]
             for run in runs:
                 log.append_payloads([make.encode(spec) for spec in run], seqs=[spec["seq"] for spec in run])
@@ -231,8 +239,11 @@ def test_a_golden_footer_finds_every_key_and_message(path: str) -> None:
         if entry["kind"] == "append":
             streams.setdefault(entry["bucket"].encode(), []).append((entry["stream_offset"], frame))
     runs = list(runs_of(file.read_at(sections.streams, sections.end - sections.streams)))
-    assert runs == [(name, streams[name]) for name in sorted(streams)]
+    assert [name for name, _ in runs] == sorted(name for name, _ in runs)
     assert len(runs) == trailer.stream_count
+    for name, messages in streams.items():
+        assert [message for of, run in runs if of == name for message in run] == messages
+    assert {name for name, _ in runs} == set(streams)
 
     assert trailer.segment_hash.hex() == EXPECTED[path]["segment_hash"]
     block_bytes = SealedReader(file).header.block_bytes
@@ -276,25 +287,80 @@ def test_offsets_that_are_not_dense_give_a_stream_for_each_run() -> None:
     assert trailer.stream_count == 4
 
 
-@pytest.mark.parametrize(
-    "case", ["minimal", "kinds", "big-seqs", "chain", "holes", "current", "sealing", "sealing-half-footer"]
-)
-def test_a_golden_directory_is_a_sound_log(case: str) -> None:
-    """Segments, their chain and what is not sealed yet."""
+def files_of(case: str) -> MemoryFiles:
+    """The files of a golden folder as a log's directory."""
     files = MemoryFiles()
     files.make_directory("log")
     for path, data in MADE.items():
         if path.startswith(f"{case}/") and not path.endswith(".json"):
             files.open(f"log/{path.partition('/')[2]}", create=True).write_at(0, [data])
-    assert list(check_directory(files, "log")) == []
-    seams = Seams(
+    return files
+
+
+def seams_of(files: MemoryFiles) -> Seams:
+    return Seams(
         files=files, clock=make._Clock(), randomness=make._Randomness(), runner=make._Runner(), owner=""
     )
-    with Log.open("log", seams=seams, create=False) as log:
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "minimal",
+        "kinds",
+        "big-seqs",
+        "chain",
+        "holes",
+        "stream-gaps",
+        "refused-control",
+        "current",
+        "current-no-frames",
+        "current-no-header",
+        "sealing",
+        "sealing-half-footer",
+    ],
+)
+def test_a_golden_directory_is_a_sound_log(case: str) -> None:
+    """Segments, their chain and what is not sealed yet, also where that holds nothing."""
+    files = files_of(case)
+    assert list(check_directory(files, "log")) == []
+    with Log.open("log", seams=seams_of(files), create=False) as log:
         entries = [plain(entry) for entry in log.read("earliest")]
         assert log.torn_bytes == 0
+        if case == "refused-control":
+            assert (log.chain.cluster_id, log.chain.epoch) == (make.CLUSTER_ID, 1)
     expected = [entry for path in READABLE if path.startswith(f"{case}/") for entry in expected_entries(path)]
     assert entries == expected
+
+
+@pytest.mark.parametrize("path", REFUSED_CURRENT, ids=short)
+def test_a_golden_current_log_that_is_refused_is_not_opened(path: str) -> None:
+    """Nothing of it is a torn write, and not a byte is changed. On its own it is refused too, also where in
+    its directory it holds nothing."""
+    error = ERRORS[EXPECTED[path]["error"]]
+    findings = list(check_segment(RealFiles(), str(GOLDEN / path)))
+    assert [finding.severity for finding in findings] == ["error"]
+    if EXPECTED[path].get("holds_nothing"):
+        with pytest.raises(error):
+            format.SegmentHeader.decode(MADE[path][: format.HEADER_BYTES])
+        return
+    files = files_of(path.partition("/")[0])
+    assert [finding.severity for finding in check_directory(files, "log")] == ["error"]
+    with pytest.raises(error):
+        Log.open("log", seams=seams_of(files), create=False)
+    assert make.read_whole(files, "log/current.log") == MADE[path]
+
+
+@pytest.mark.parametrize("path", HINTS, ids=short)
+def test_a_golden_hint_is_read_or_is_damage(path: str) -> None:
+    """A reader goes on without one that is damaged, a writer does not begin."""
+    directory = str(GOLDEN / path.partition("/")[0])
+    if "error" in EXPECTED[path]:
+        assert read_hint(RealFiles(), directory) is None
+        with pytest.raises(ERRORS[EXPECTED[path]["error"]]):
+            require_hint(RealFiles(), directory)
+    else:
+        assert require_hint(RealFiles(), directory) == Hint(**EXPECTED[path]["hint"])
 
 
 @pytest.mark.parametrize("path", UNSEALED, ids=short)
@@ -322,6 +388,10 @@ def test_a_golden_segment_reads_to_the_same_columns(path: str) -> None:
         with pytest.raises(Corrupt):
             read_columns(open_golden(path))
         return
+    if not expected_entries(path):
+        with pytest.raises(NotFound):
+            read_columns(open_golden(path))
+        return
     rows = read_columns(open_golden(path)).to_pylist()
     expected = expected_entries(path)
     assert len(rows) == len(expected)
@@ -339,33 +409,43 @@ def test_a_golden_segment_reads_to_the_same_columns(path: str) -> None:
 # ---------------------------------------------------------------------------- compressed
 
 
-def test_the_golden_compressed_segment_decompresses_to_the_raw_one() -> None:
-    """With any zstd, without a look at the table."""
-    (stored,) = (data for path, data in MADE.items() if path.endswith(".zst"))
+COMPRESSED = [("compressed", "many-blocks"), ("compressed-one-block", "minimal")]
+
+
+def stored_and_raw(case: str, raw_case: str) -> tuple[bytes, bytes]:
+    (stored,) = (data for path, data in MADE.items() if path.startswith(f"{case}/") and path.endswith(".zst"))
     (raw,) = (
-        data for path, data in MADE.items() if path.startswith("many-blocks/") and path.endswith(".log")
+        data for path, data in MADE.items() if path.startswith(f"{raw_case}/") and path.endswith(".log")
     )
+    return stored, raw
+
+
+@pytest.mark.parametrize(("case", "raw_case"), COMPRESSED)
+def test_the_golden_compressed_segment_decompresses_to_the_raw_one(case: str, raw_case: str) -> None:
+    """With any zstd, without a look at the table."""
+    stored, raw = stored_and_raw(case, raw_case)
     assert make.decompress(stored) == raw
     file = CompressedSegment(make.file_of(stored))
     assert file.read_at(0, file.size()) == raw
 
 
 @pytest.mark.skipif(zstandard.ZSTD_VERSION != (1, 5, 7), reason="another zstd may compress to other bytes")
-def test_compressing_again_with_the_same_zstd_gives_the_same_bytes() -> None:
+@pytest.mark.parametrize(("case", "raw_case"), COMPRESSED)
+def test_compressing_again_with_the_same_zstd_gives_the_same_bytes(case: str, raw_case: str) -> None:
     """Uploading twice is harmless, but sending the same bytes twice is cheaper to find out."""
-    (stored,) = (data for path, data in MADE.items() if path.endswith(".zst"))
+    stored, raw = stored_and_raw(case, raw_case)
     parts: list[bytes] = []
-    compress_segment(make.file_of(make.decompress(stored)), parts.append)
+    compress_segment(make.file_of(raw), parts.append)
     assert b"".join(parts) == stored
 
 
 # ---------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize("path", REFUSED, ids=short)
+@pytest.mark.parametrize("path", REFUSED_SEALED, ids=short)
 def test_a_golden_segment_that_cannot_be_read_says_why(path: str) -> None:
     """ "Upgrade" for what comes from a newer version, "damaged" for what is damaged, and never half of it."""
-    error = {"newer version": NewerVersion, "corrupt": Corrupt}[EXPECTED[path]["error"]]
+    error = ERRORS[EXPECTED[path]["error"]]
     with pytest.raises(error) as caught:
         list(sealed_entries(path))
     findings = list(check_segment(RealFiles(), str(GOLDEN / path)))
@@ -386,9 +466,6 @@ def test_a_log_that_a_newer_version_was_writing_is_not_opened(path: str) -> None
     files = MemoryFiles()
     files.make_directory("log")
     files.open("log/current.log", create=True).write_at(0, [MADE[path]])
-    seams = Seams(
-        files=files, clock=make._Clock(), randomness=make._Randomness(), runner=make._Runner(), owner=""
-    )
     with pytest.raises(NewerVersion):
-        Log.open("log", seams=seams, create=False)
+        Log.open("log", seams=seams_of(files), create=False)
     assert make.read_whole(files, "log/current.log") == MADE[path]

@@ -35,7 +35,7 @@ class SlowFile(RealFile):
         return super().write_at(offset, buffers, sync)
 
 class SlowFiles(RealFiles):
-    def open(self, path, *, write=False, create=False):
+    def open(self, path, *, write=False, create=False, sequential=False):
         file = super().open(path, write=write, create=create)
         slow = SlowFile(file._fd)
         file._fd = -1

@@ -486,7 +486,9 @@ class BadSectorFiles(RealFiles):
     def __init__(self, path: str, bad: range) -> None:
         self._path, self._bad = path, bad
 
-    def open(self, path: str, *, write: bool = False, create: bool = False) -> RealFile:
+    def open(
+        self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+    ) -> RealFile:
         file = super().open(path, write=write, create=create)
         if path != self._path:
             return file
@@ -649,7 +651,9 @@ class StopFiles(RealFiles):
         if self.operations == self.stop_at:
             raise self.error()
 
-    def open(self, path: str, *, write: bool = False, create: bool = False) -> RealFile:
+    def open(
+        self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+    ) -> RealFile:
         if not create:
             return super().open(path, write=write)
         self.count()
@@ -792,7 +796,9 @@ def test_a_disk_that_gives_other_bytes_each_time_is_told(source: str, target: st
             return bytes(data)
 
     class FickleFiles(RealFiles):
-        def open(self, path: str, *, write: bool = False, create: bool = False) -> RealFile:
+        def open(
+            self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+        ) -> RealFile:
             file = super().open(path, write=write, create=create)
             if not path.startswith(source) or write:
                 return file

@@ -26,6 +26,7 @@ import zstandard
 from lowwater.engine import format
 from lowwater.engine.chain import create_entry
 from lowwater.engine.compress import compress_segment
+from lowwater.engine.directory import Hint
 from lowwater.engine.footer import footer_steps
 from lowwater.engine.format import Extras, Kind, SegmentHeader, SegmentTrailer, ValueRef
 from lowwater.engine.log import Log, LogOptions, Seams
@@ -340,6 +341,35 @@ def current() -> list[Spec]:
     ]
 
 
+def stream_gaps() -> list[Spec]:
+    """Offsets that do not follow one another, and run back: a stream with several ranges."""
+    offsets = [
+        ("b", 5), ("a", 0), ("b", 6), ("b", 9), ("a", 1), ("b", 2), ("b", 3), ("ab", 2**40), ("c", SEQ_MAX),
+    ]  # fmt: skip
+    messages = [
+        entry(2 + at, "append", bucket=name, value=b"m", stream_offset=offset)
+        for at, (name, offset) in enumerate(offsets)
+    ]
+    # One that was refused takes no offset, also where it names one.
+    refused = entry(11, "append", bucket="b", stream_offset=4, refused=1)
+    return [create(), *messages, refused, seal(12, 1)]
+
+
+def refused_control() -> list[Spec]:
+    """Refused control entries: they end nothing, set nothing, and may stand anywhere."""
+    return [
+        create(),
+        entry(2, "seal", refused=1),
+        entry(3, "fork", refused=2),
+        entry(4, "settings", refused=3),
+        entry(5, "checkpoint", refused=4),
+        seal(6, 1),
+        entry(7, "fork", refused=2),
+        put(8, "a", b"1"),
+        seal(9, 7),
+    ]
+
+
 # ---------------------------------------------------------------------------- what a reader must find
 
 
@@ -360,8 +390,8 @@ def as_json(what: Any) -> bytes:
     return text.encode() + b"\n"
 
 
-def refusal(error: str, why: str) -> bytes:
-    return as_json({"error": error, "why": why})
+def refusal(error: str, why: str, **more: Any) -> bytes:
+    return as_json({"error": error, "why": why, **more})
 
 
 # ---------------------------------------------------------------------------- versions to come, and damage
@@ -410,8 +440,13 @@ def from_the_future() -> Iterator[tuple[str, bytes, bytes]]:
         ("future-segment-flag", reseal(data, frames, flags=1), "segment flag 0x1"),
         ("future-kind", reseal(data, [frames[0], kind, frames[2]]), "kind 46"),
         ("future-flag", reseal(data, [frames[0], flag, frames[2]]), "entry flag 0x400"),
+        ("future-compression", reseal(data[:100] + b"\2" + data[101:], frames), "compression 2"),
     ):
         yield f"{case}/{name}", changed, refusal("newer version", why)
+    tail = data[-format.TRAILER_BYTES : -4]
+    tail = tail[:8] + struct.pack("<HH", 1, 1) + tail[12:]
+    changed = data[: -format.TRAILER_BYTES] + tail + struct.pack("<I", crc32(tail))
+    yield f"newer-trailer/{name}", changed, refusal("newer version", "format version 1.1")
     damaged = bytearray(data)
     damaged[data.index(b"meow")] ^= 0x20
     yield f"damaged/{name}", bytes(damaged), refusal("corrupt", "one bit of a value is not what it was")
@@ -432,9 +467,29 @@ def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
     unfinished = reframe(5, encode(put(5, "g", b"1", group_seq_last=6)))
     half = data[:end] + unfinished + data[end + len(unfinished) :]
     yield "current-half-group/current.log", half, expected(data, specs)
-    # All frames of a segment are there, and it has no footer yet.
+    # The header came through, and no frame.
+    nothing = data[: format.HEADER_BYTES] + bytes(len(data) - format.HEADER_BYTES)
+    yield "current-no-frames/current.log", nothing, expected(nothing, [])
+
+    def going_on(case: str, *frames: bytes) -> tuple[str, bytes]:
+        written = data[:end] + b"".join(frames)
+        return f"{case}/current.log", written + bytes(len(data) - len(written))
+
+    setting = reframe(5, encode(entry(5, "settings", body={"colour": 1})))
+    yield *going_on("future-setting", setting), refusal("newer version", "setting colour")
+    after = reframe(6, encode(put(6, "alone", b"1")))
+    why = "a group is interrupted by an entry that is not in it"
+    yield *going_on("group-interrupted", unfinished, after), refusal("corrupt", why)
+    ending = reframe(5, encode(seal(5, 1)))
+    why = "a frame follows the one that ends the segment"
+    yield *going_on("frame-after-end", ending, after), refusal("corrupt", why)
+    # A sealed segment, and not a byte of the one after it.
     specs = minimal()
     ((name, data),) = write_log(specs).items()
+    yield f"current-no-header/{name}", data, expected(data, specs)
+    why = "there is no header: on its own it is no segment, and in its directory it holds nothing"
+    yield "current-no-header/current.log", bytes(4096), refusal("not a segment", why, holds_nothing=True)
+    # All frames of a segment are there, and it has no footer yet.
     body_bytes = SegmentTrailer.decode(data).body_bytes
     name = name.replace("segment", "sealing")
     zeros = data[:body_bytes] + bytes(4096 - body_bytes)
@@ -445,21 +500,46 @@ def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
     yield f"sealing-half-footer/{name}", half, expected(half, specs)
 
 
-def compressed(kept: bytes | None) -> Iterator[tuple[str, bytes, bytes]]:
-    specs = many_blocks()
-    ((name, data),) = write_log(specs).items()
+def compressed() -> Iterator[tuple[str, bytes, bytes]]:
+    for case, specs in (("compressed", many_blocks()), ("compressed-one-block", minimal())):
+        ((name, data),) = write_log(specs).items()
+        path = f"{case}/{name}.zst"
+        stored = _kept(path, data) or _stored(data)
+        yield path, stored, expected(data, specs)
+        if case == "compressed":
+            # One bit of the first block, under a stored hash that is the old one.
+            damaged = stored[:100] + bytes([stored[100] ^ 1]) + stored[101:]
+            why = "one bit of a block is not what it was"
+            yield f"compressed-damaged/{name}.zst", damaged, refusal("corrupt", why)
+
+
+def _kept(path: str, data: bytes) -> bytes | None:
+    """The compressed file that is there, while it decompresses to the right bytes."""
+    if not (HERE / path).exists():
+        return None
+    stored = (HERE / path).read_bytes()
+    return stored if decompress(stored) == data else None
+
+
+def _stored(data: bytes) -> bytes:
     parts: list[bytes] = []
     compress_segment(file_of(data), parts.append)
-    stored = b"".join(parts)
-    if kept is not None and decompress(kept) == data:
-        stored = kept
-    yield f"compressed/{name}.zst", stored, expected(data, specs)
+    return b"".join(parts)
 
 
 def decompress(stored: bytes) -> bytes:
     """As `zstd -d` does: all frames one after the other, without a look at the table."""
     reader = zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True)
     return reader.readall()
+
+
+def hints() -> Iterator[tuple[str, bytes, bytes]]:
+    hint = Hint(2**32 + 1, 70_000, SEQ_MAX, "fdatasync")
+    data = hint.encode()
+    fields = {name: getattr(hint, name) for name in Hint.__dataclass_fields__}
+    yield "hint/hint", data, as_json({"hint": fields})
+    damaged = data[:-1] + bytes([data[-1] ^ 1])
+    yield "hint-damaged/hint", damaged, refusal("corrupt", "one bit is not what it was")
 
 
 # ---------------------------------------------------------------------------- all of it
@@ -476,6 +556,8 @@ CASES = {
     "chain": chain_of_three,
     "many-blocks": many_blocks,
     "empty-values": empty_values,
+    "stream-gaps": stream_gaps,
+    "refused-control": refused_control,
 }
 
 
@@ -488,8 +570,7 @@ def make() -> dict[str, bytes]:
             if name != "current.log":
                 made[f"{case}/{name}"] = data
                 made[f"{case}/{name}.json"] = expected(data, specs)
-    kept = next(HERE.glob("compressed/*.zst"), None)
-    others = (from_the_future(), unsealed(), compressed(kept.read_bytes() if kept is not None else None))
+    others = (from_the_future(), unsealed(), compressed(), hints())
     for path, data, json_file in (item for group in others for item in group):
         made[path] = data
         made[f"{path}.json"] = json_file
