@@ -12,14 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import ours, peers
+from bench import engine_ours, engine_peers, ours, peers
 from bench.loops import Contender, Job
 
 # The raw loop is the yardstick and comes first; ours stand next to it, because the machine drifts.
-CONTENDERS: dict[str, list[Contender]] = {
+LOG: dict[str, list[Contender]] = {
     workload: [*others[:1], *ours.CONTENDERS[workload], *others[1:]]
     for workload, others in peers.CONTENDERS.items()
 }
+ENGINE: dict[str, list[Contender]] = {
+    workload: [*mine, *engine_peers.CONTENDERS.get(workload, [])]
+    for workload, mine in engine_ours.CONTENDERS.items()
+}
+# No two benchmarks have a workload of the same name.
+CONTENDERS = {**LOG, **ENGINE, "recovery": [engine_ours.RECOVERY]}
 
 
 def _answer(phase: str, job: Job) -> dict[str, Any]:

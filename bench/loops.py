@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 
@@ -27,16 +27,24 @@ Result = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One measurement in one process."""
+    """One measurement in one process. What a benchmark does not use is 0."""
 
     workload: str
     contender: str
     directory: Path
     seconds: float
     warmup_seconds: float
-    distinct_batches: int
-    read_entries: int
-    open_bytes: int
+    # Of the log's benchmark.
+    distinct_batches: int = 0
+    read_entries: int = 0
+    open_bytes: int = 0
+    # Of the engine's.
+    keys: int = 0
+    memory_bytes: int = 0
+    log_records: int = 0
+
+
+JOB_SETTINGS = {field.name for field in fields(Job)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,63 @@ def calls(job: Job, call: Callable[[int], object]) -> Result:
         before, last = last, now()
         latencies.append(last - before)
     return meter.result(len(latencies), last - start, latencies)
+
+
+def batches(job: Job, call: Callable[[int], object], count: int, size: int) -> Result:
+    """One thread calls `count` times, each for `size` units, and waits for each. There is no warm-up."""
+    _settle()
+    now = time.perf_counter
+    latencies = array("d")
+    meter = Meter(job)
+    start = last = now()
+    for number in range(count):
+        call(number)
+        before, last = last, now()
+        latencies.append(last - before)
+    return _of_units(meter.result(count, last - start, latencies), size)
+
+
+def beside(
+    job: Job, call: Callable[[int], object], count: int, size: int, background: Callable[[], object]
+) -> Result:
+    """`count` threads call, each for `size` units, while `background` runs. A call counts if it ends after
+    `background` began, however long after its end: a writer that it held up is what is looked for."""
+    _settle()
+    now = time.perf_counter
+    latencies = [array("d") for _ in range(count)]
+    start = float("inf")
+    done = False
+
+    def work(number: int) -> None:
+        mine = latencies[number]
+        last = now()
+        while not done:
+            call(number)
+            number += count
+            before, last = last, now()
+            if last > start:
+                mine.append(last - before)
+
+    with ThreadPoolExecutor(count) as pool:
+        workers = [pool.submit(work, number) for number in range(count)]
+        try:
+            time.sleep(job.warmup_seconds)
+            meter = Meter(job)
+            start = now()
+            background()
+            seconds = now() - start
+        finally:
+            done = True
+        for worker in workers:
+            worker.result()
+    merged = array("d", chain.from_iterable(latencies))
+    return _of_units(meter.result(len(merged), seconds, merged), size)
+
+
+def _of_units(result: Result, size: int) -> Result:
+    """Its rate in units, of which each call had `size`; the latencies and flushes stay a call's."""
+    assert result["rate"] is not None
+    return {**result, "rate": result["rate"] * size}
 
 
 def futures(job: Job, submit: Callable[[int], Future[int]], outstanding: int) -> Result:

@@ -51,6 +51,20 @@ def mixed(count: int, chunk: int = 1000) -> Iterator[list[Entry]]:
         ]
 
 
+def keys(count: int, chunk: int = 100_000) -> Iterator[str]:
+    """`count` keys as text, of the same form as those of `entries`, in chunks, so that memory stays small."""
+    source = random.Random(SEED)
+    for start in range(0, count, chunk):
+        text = source.randbytes(16 * min(chunk, count - start)).hex()
+        for position in range(0, len(text), KEY_BYTES):
+            yield text[position : position + KEY_BYTES]
+
+
+def values(value_bytes: int, distinct: int) -> list[bytes]:
+    source = random.Random(SEED)
+    return [source.randbytes(value_bytes) for _ in range(distinct)]
+
+
 def framed(part: list[Entry]) -> bytes:
     """As many bytes as our log writes for these entries, with the same keys and values in them."""
     overhead = bytes(ENTRY_OVERHEAD_BYTES)

@@ -17,9 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# What is known to be steady on a quiet machine, and the factor that it may vary by between rounds: beyond it
-# the figures of that workload decide nothing.
-YARDSTICKS = {"batches": "raw", "single": "raw", "read": "sqlite", "open": "raw"}
+# The factor that a workload's yardstick may vary by between rounds: beyond it its figures decide nothing.
 NOISE_MAX = 1.4
 
 VERDICT_STYLES = {"met": "green", "missed": "bold red"}
@@ -35,26 +33,34 @@ class Workload:
     unit: str
     divisor: float = 1.0
     baselines: tuple[str, ...] = ()
+    # Who is known to be steady on a quiet machine.
+    yardstick: str = ""
+    # More columns of its table: metric, title, decimal places.
+    columns: tuple[tuple[str, str, int], ...] = ()
 
 
-WORKLOADS = (
+_LOG_WORKLOADS = (
     Workload(
         name="batches",
         title="Appending batches of 100 entries with values of 100 B, each batch synced",
         unit="batches/s",
         baselines=("raw", "rocksdb"),
+        yardstick="raw",
     ),
     Workload(
         name="single",
         title="Appending single entries of 100 B, each synced before it is acknowledged",
         unit="entries/s",
         baselines=("ours-thread",),
+        yardstick="raw",
+        columns=(("p99_over_raw_ms", "p99 - raw's", 3),),
     ),
     Workload(
         name="read",
         title="Reading back values of 10 to 600 B (144 on average), on one core, page cache warm",
         unit="entries/s",
         baselines=("sqlite",),
+        yardstick="sqlite",
     ),
     Workload(
         name="open",
@@ -62,6 +68,7 @@ WORKLOADS = (
         unit="MB/s",
         divisor=1e6,
         baselines=("raw",),
+        yardstick="raw",
     ),
 )
 
@@ -76,9 +83,25 @@ class Target:
     metric: str
     bar: float
     at_most: bool = False
+    # The median of the rounds decides, or the worst of them.
+    worst: bool = False
 
 
-TARGETS = (
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """What is measured, what is expected of it, and which ratios (workload, metric, title) are drawn."""
+
+    name: str
+    workloads: tuple[Workload, ...]
+    targets: tuple[Target, ...]
+    panels: tuple[tuple[str, str, str], ...]
+    # Printed above the tables: what holds for all of them.
+    notes: tuple[str, ...] = ()
+    # Why no figure of this run decides anything.
+    undecided: str = ""
+
+
+_LOG_TARGETS = (
     Target(
         what="batches, pipelined ÷ raw loop",
         workload="batches",
@@ -166,6 +189,16 @@ TARGETS = (
     ),
 )
 
+LOG = Benchmark(
+    name="log",
+    workloads=_LOG_WORKLOADS,
+    targets=_LOG_TARGETS,
+    panels=(
+        ("batches", "ratio_to_raw", "100 × 100 B per synced batch, ÷ raw write + fdatasync loop"),
+        ("single", "ratio_to_ours-thread", "single synced entries, ÷ one blocking thread"),
+    ),
+)
+
 
 def summarise(rounds: Mapping[str, Sequence[Round]], workload: Workload) -> dict[str, dict[str, Spread]]:
     """Contender → metric → spread. A contender without a single good round has no metrics."""
@@ -180,7 +213,7 @@ def _metrics(
         if answer["status"] != "ok":
             continue
         found.setdefault("rate", []).append(answer["rate"] / workload.divisor)
-        for key in ("p50_ms", "p99_ms", "flushes_each", "cpu"):
+        for key in ("p50_ms", "p99_ms", "max_ms", "flushes_each", "cpu"):
             if key in answer:
                 found.setdefault(key, []).append(answer[key])
         for name in {*workload.baselines, "raw"} & rounds.keys():
@@ -197,20 +230,27 @@ def _spread(values: Sequence[float]) -> Spread:
     return {"median": median(values), "min": min(values), "max": max(values), "rounds": len(values)}
 
 
-def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]], rounds: int) -> list[dict[str, Any]]:
+def judge(
+    benchmark: Benchmark, summary: Mapping[str, Mapping[str, Mapping[str, Spread]]], rounds: int
+) -> list[dict[str, Any]]:
     """Each target with what was measured for it, and the verdict: none where the figures carry none."""
     verdicts = []
-    for target in TARGETS:
+    workloads = {each.name: each for each in benchmark.workloads}
+    for target in benchmark.targets:
         part = summary.get(target.workload, {})
         spread = part.get(target.contender, {}).get(target.metric)
         if spread is None:
             verdict = "not measured"
+        elif benchmark.undecided:
+            verdict = f"undecided: {benchmark.undecided}"
         elif spread["rounds"] < rounds:
             verdict = f"undecided: {spread['rounds']:.0f} of {rounds} rounds"
-        elif is_noisy(part, target.workload):
+        elif is_noisy(part, workloads[target.workload]):
             verdict = "undecided: noisy machine"
         else:
-            met = spread["median"] <= target.bar if target.at_most else spread["median"] >= target.bar
+            worst = "max" if target.at_most else "min"
+            measured = spread[worst if target.worst else "median"]
+            met = measured <= target.bar if target.at_most else measured >= target.bar
             verdict = "met" if met else "missed"
         verdicts.append(
             {
@@ -224,18 +264,21 @@ def judge(summary: Mapping[str, Mapping[str, Mapping[str, Spread]]], rounds: int
     return verdicts
 
 
-def is_noisy(part: Mapping[str, Mapping[str, Spread]], workload: str) -> bool:
-    rate = part.get(YARDSTICKS[workload], {}).get("rate")
+def is_noisy(part: Mapping[str, Mapping[str, Spread]], workload: Workload) -> bool:
+    rate = part.get(workload.yardstick, {}).get("rate")
     return rate is not None and rate["max"] > NOISE_MAX * rate["min"]
 
 
-def print_report(console: Console, report: Mapping[str, Any]) -> None:
+def print_report(console: Console, benchmark: Benchmark, report: Mapping[str, Any]) -> None:
     rounds = report["settings"]["rounds"]
-    for workload in WORKLOADS:
+    for note in benchmark.notes:
+        console.print(f"  {note}", style="dim", highlight=False)
+    for workload in benchmark.workloads:
         if part := report["workloads"].get(workload.name):
             _print_workload(console, workload, part, rounds)
             _warn_of_noise(console, workload, part)
-    _print_targets(console, report["targets"])
+    if report["targets"]:
+        _print_targets(console, report["targets"])
 
 
 def _print_workload(
@@ -248,8 +291,7 @@ def _print_workload(
     for name in workload.baselines:
         table.add_column(f"÷ {part[name]['label'] if name in part else name}", justify="right", no_wrap=True)
     columns = [("p50_ms", "p50 ms", 3), ("p99_ms", "p99 ms", 3)] if timed else []
-    if workload.name == "single":
-        columns.append(("p99_over_raw_ms", "p99 - raw's", 3))
+    columns.extend(workload.columns)
     if timed:
         columns.append(("flushes_each", "flushes each", 2))
     columns.append(("cpu", "cores used", 2))
@@ -279,8 +321,8 @@ def _print_workload(
 
 
 def _warn_of_noise(console: Console, workload: Workload, part: Mapping[str, Mapping[str, Any]]) -> None:
-    if is_noisy({name: each["metrics"] for name, each in part.items()}, workload.name):
-        yardstick = part[YARDSTICKS[workload.name]]
+    if is_noisy({name: each["metrics"] for name, each in part.items()}, workload):
+        yardstick = part[workload.yardstick]
         rate = yardstick["metrics"]["rate"]
         console.print(
             f"  Even '{yardstick['label']}' went from {_number(rate['min'])} to {_number(rate['max'])}: "
@@ -321,17 +363,13 @@ def _spread_text(spread: Spread | None) -> str:
     return f"{form} ({form}..{form})".format(spread["median"], spread["min"], spread["max"])
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
+def draw(benchmark: Benchmark, report: Mapping[str, Any], path: Path) -> None:
     """Bars of ratios with their range over the rounds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [
-        ("batches", "ratio_to_raw", "100 × 100 B per synced batch, ÷ raw write + fdatasync loop"),
-        ("single", "ratio_to_ours-thread", "single synced entries, ÷ one blocking thread"),
-    ]
     drawn = []
-    for workload, metric, title in panels:
+    for workload, metric, title in benchmark.panels:
         part = report["workloads"].get(workload, {})
         bars = [
             (name, each["label"], each["metrics"][metric])

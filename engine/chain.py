@@ -26,14 +26,23 @@ CLUSTER_ID_BYTES = 16
 class LogSettings(NamedTuple):
     """Settings that shape shared bytes. They travel in the log; the defaults are the format's.
 
-    The last two belong to the engine's pages and never change after the first entry.
+    The last two belong to the engine's pages and never change after the first entry. They are in no header:
+    None says that they are not known, because the segment with that entry is no longer here.
     """
 
     segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
     block_bytes: int = format.BLOCK_BYTES_DEFAULT
     compression: int = Compression.ZSTD
-    page_keys: int = 64
-    inline_bytes_max: int = 256
+    page_keys: int | None = 64
+    inline_bytes_max: int | None = 256
+
+
+class Creation(NamedTuple):
+    """What the first entry of a log says. The settings are those that the log began with."""
+
+    cluster_id: bytes
+    salt: bytes
+    settings: LogSettings
 
 
 _SETTING_RANGES = {
@@ -51,6 +60,8 @@ def update_settings(settings: LogSettings, changes: Mapping[str, Any]) -> LogSet
         if name not in _SETTING_RANGES:
             raise NewerVersion(f"the log setting {name!r:.80} is not known to this version")
         lowest, highest = _SETTING_RANGES[name]
+        if name == "compression" and type(value) is int and value > highest:
+            raise NewerVersion(f"the compression {value!r:.80} is not known to this version")
         if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
             raise InvalidEntry(
                 f"the log setting {name} is {value!r:.80}",
@@ -101,6 +112,8 @@ class Chain(NamedTuple):
     # Of the segment that is being written; 0 between two segments.
     body_bytes: int = 0
     seq_first: int = 0
+    # None where the segment that begins with it is not here.
+    creation: Creation | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -122,7 +135,8 @@ class Chain(NamedTuple):
 
 
 def before_segment(header: SegmentHeader) -> Chain:
-    """Where the log stood before a segment. The engine's own settings are not in a header."""
+    """Where the log stood before a segment, as far as its header tells. The owner is the one that a `fork`
+    names, where one comes first."""
     return Chain(
         seq_last=header.seq_before,
         time_us=header.time_before_us,
@@ -132,12 +146,13 @@ def before_segment(header: SegmentHeader) -> Chain:
             segment_bytes=header.segment_bytes,
             block_bytes=header.block_bytes,
             compression=header.compression,
+            page_keys=None,
+            inline_bytes_max=None,
         ),
     )
 
 
-def same_cut(chain: Chain, header: SegmentHeader) -> bool:
-    """Whether a segment was cut by the settings that were in force. `create` brings settings of its own."""
+def _same_cut(chain: Chain, header: SegmentHeader) -> bool:
     settings = chain.settings
     return (header.segment_bytes, header.block_bytes, header.compression) == (
         settings.segment_bytes,
@@ -146,10 +161,29 @@ def same_cut(chain: Chain, header: SegmentHeader) -> bool:
     )
 
 
-def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
+def _same_owner(chain: Chain, header: SegmentHeader) -> bool:
+    return (header.cluster_id, header.epoch) == (chain.cluster_id, chain.epoch)
+
+
+def why_not_next(chain: Chain, header: SegmentHeader, *, forks: bool) -> str | None:
+    """Why a segment with this header cannot be the one after `chain`; None where it can be.
+
+    `forks` says that it begins with a `fork` that was not refused, which was compared with the header.
+    """
+    if not _same_cut(chain, header):
+        return "the segment is cut by other settings than the log's"
+    if forks:
+        return None if header.epoch > chain.epoch else "the epoch does not rise with the `fork`"
+    return None if _same_owner(chain, header) else "the segment belongs to another cluster or epoch"
+
+
+def enter(
+    chain: Chain, kind: int, flags: int, entry_of: Entry | None, header: SegmentHeader | None = None
+) -> Chain:
     """The chain as a control frame finds it: `create` and `fork` name the owner of what follows.
 
-    `entry_of` is the decoded entry for those two kinds.
+    `entry_of` is the decoded entry for those two kinds. Where a file is read, `header` is the one of its
+    segment, which must say what they say.
     """
     if kind == Kind.CREATE and not flags & Flag.REFUSED:
         if not chain.is_empty:
@@ -157,16 +191,12 @@ def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
                 "a log has one `create` entry, its first", hint="open a new directory for a new log"
             )
         assert entry_of is not None
-        body = decode_body(entry_of)
-        cluster_id = body.get("cluster_id")
-        settings = body.get("settings", {})
-        if not isinstance(cluster_id, bytes) or len(cluster_id) != CLUSTER_ID_BYTES:
-            raise Corrupt("a `create` entry has no cluster id of 16 bytes", seq=entry_of.seq)
-        if not isinstance(settings, dict):
-            raise Corrupt("the settings of a `create` entry are not a map", seq=entry_of.seq)
-        return chain._replace(
-            cluster_id=cluster_id, epoch=1, settings=update_settings(LogSettings(), settings)
+        creation = _creation(decode_body(entry_of))
+        chain = chain._replace(
+            cluster_id=creation.cluster_id, epoch=1, settings=creation.settings, creation=creation
         )
+        _require_told(chain, header)
+        return chain
     if chain.is_empty:
         raise InvalidEntry(
             "the first entry of a log must be `create`", hint="append create_entry(cluster_id, salt) first"
@@ -178,19 +208,46 @@ def enter(chain: Chain, kind: int, flags: int, entry_of: Entry | None) -> Chain:
             )
         assert entry_of is not None
         body = decode_body(entry_of)
-        cluster_id, epoch = body.get("cluster_id"), body.get("epoch")
-        if not isinstance(cluster_id, bytes) or len(cluster_id) != CLUSTER_ID_BYTES:
-            raise Corrupt("a `fork` entry has no cluster id of 16 bytes", seq=entry_of.seq)
-        if not isinstance(epoch, int) or not 0 < epoch < 2**64:
-            raise Corrupt("a `fork` entry has no epoch", seq=entry_of.seq)
-        return chain._replace(cluster_id=cluster_id, epoch=epoch)
+        epoch = body.get("epoch")
+        if type(epoch) is not int or not 0 < epoch < 2**64:
+            raise InvalidEntry(
+                "a `fork` entry has no epoch", hint="give a whole number above the log's epoch"
+            )
+        if header is None and epoch <= chain.epoch:
+            raise InvalidEntry(
+                f"a `fork` to epoch {epoch} cannot follow epoch {chain.epoch}",
+                hint="give a whole number above the log's epoch",
+            )
+        chain = chain._replace(cluster_id=_bytes_of(body, "cluster_id", CLUSTER_ID_BYTES), epoch=epoch)
+        _require_told(chain, header)
     return chain
+
+
+def _creation(body: Mapping[str, Any]) -> Creation:
+    settings = body.get("settings", {})
+    if not isinstance(settings, dict):
+        raise InvalidEntry("the settings of a `create` entry are not a map", hint="use create_entry()")
+    return Creation(
+        _bytes_of(body, "cluster_id", CLUSTER_ID_BYTES),
+        _bytes_of(body, "salt", SALT_BYTES),
+        update_settings(LogSettings(), settings),
+    )
+
+
+def _bytes_of(body: Mapping[str, Any], name: str, size: int) -> bytes:
+    value = body.get(name)
+    if not isinstance(value, bytes) or len(value) != size:
+        raise InvalidEntry(f"there is no {name} of {size} bytes in this entry", hint="give it")
+    return value
+
+
+def _require_told(chain: Chain, header: SegmentHeader | None) -> None:
+    if header is not None and not (_same_owner(chain, header) and _same_cut(chain, header)):
+        raise Corrupt("the segment's header and its first entry name different clusters, epochs or settings")
 
 
 # A tail of nothing but these is not sealed by age, or shipping would feed itself for ever.
 IDLE_KINDS = frozenset({Kind.NOOP, Kind.SEAL, Kind.SEGMENT_SHIPPED, Kind.CHECKPOINT, Kind.CHECKPOINT_SHIPPED})
-# After these, another cluster id or epoch may stand in the header.
-CHANGES_OWNER = frozenset({Kind.CREATE, Kind.FORK})
 ENDS_SEGMENT = frozenset({Kind.SEAL, Kind.CHECKPOINT, Kind.SETTINGS})
 # From this kind on, entries may concern the log itself; below it they are data.
 FIRST_CONTROL_KIND = int(Kind.CREATE)

@@ -2,18 +2,21 @@
 
 Always true: checking changes nothing; it goes on after a finding as far as it can; memory does not depend on
 the size of the log. What is checked of a sealed segment is everything: header, trailer, footer, block hashes,
-every frame, the rule by which it was cut, and that its footer is the one that its frames give.
+every frame and what it holds, the rule by which it was cut, and that its footer is the one that its frames
+give.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
 from blake3 import blake3
 
 from lowwater.engine import format
-from lowwater.engine.chain import CHANGES_OWNER, Chain, same_cut
+from lowwater.engine.chain import Chain, why_not_next
 from lowwater.engine.compress import CompressedSegment, verify_stored
 from lowwater.engine.directory import (
     CURRENT,
@@ -28,9 +31,10 @@ from lowwater.engine.directory import (
     sealed_segment,
     typed_errors,
 )
+from lowwater.engine.entries import decode_frames
 from lowwater.engine.footer import footer_steps, hash_blocks
 from lowwater.engine.format import HEADER_BYTES, SegmentHeader, SegmentTrailer
-from lowwater.engine.recover import Current, chain_after_frames
+from lowwater.engine.recover import Current, begins_with_fork, chain_after_frames
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, judge_current, numbered_places, open_place, open_single, walk
@@ -155,6 +159,7 @@ def _check_durable(file: File, end: int, path: str) -> tuple[list[Step], int]:
             if scan.problem is not None or scan.end != end:
                 what = scan.problem or "durable frames are missing"
                 steps.append(Finding("error", what, path, seq_last, scan.end, _RESTORE))
+            steps += _check_entries(file, path, scan)
             steps.append(Progress(end, len(scan.positions)))
     except LowwaterError as error:
         steps.append(Finding.of(error, path))
@@ -172,14 +177,18 @@ def _check_current(
             try:
                 size = file.size()
                 found = judge_current(file, path, before, hint)
+                if found is None:
+                    steps.append(Progress(size))
+                    return steps, seq_last
+                forks = begins_with_fork(file)
+                steps += _check_entries(file, path, found.scan)
             finally:
                 file.close()
-            steps.append(Progress(size, len(found.scan.positions) if found is not None else 0))
-            if found is None:
-                return steps, seq_last
+            steps.append(Progress(size, len(found.scan.positions)))
             seq_last = found.scan.chain.seq_last
-            if chain is not None and not same_cut(chain, found.header) and found.scan.seq_first:
-                steps.append(_other_cut(path, found.header.seq_first))
+            why = why_not_next(chain, found.header, forks=forks) if chain is not None else None
+            if why is not None:
+                steps.append(Finding("error", why, path, found.seq_first, 0, _RESTORE))
             if found.torn_bytes:
                 steps.append(torn_write(path, found))
     except LowwaterError as error:
@@ -200,11 +209,6 @@ def torn_write(path: str, found: Current) -> Finding:
     )
 
 
-def _other_cut(path: str, seq_first: int) -> Finding:
-    what = "the segment is cut by other settings than the log's"
-    return Finding("error", what, path, seq_first, 0, _RESTORE)
-
-
 def _check_follows(
     segment: Segment, before: Segment | None, chain: Chain | None, path: str
 ) -> Iterator[Step]:
@@ -215,13 +219,9 @@ def _check_follows(
         return
     if chain is None:
         return
-    header = segment.header
-    if not same_cut(chain, header):
-        yield _other_cut(path, header.seq_first)
-    owner = (header.cluster_id, header.epoch)
-    if owner != (chain.cluster_id, chain.epoch) and segment.kind_first not in CHANGES_OWNER:
-        what = "the segment belongs to another cluster or epoch"
-        yield Finding("error", what, path, header.seq_first, 0, _RESTORE)
+    why = why_not_next(chain, segment.header, forks=segment.forks)
+    if why is not None:
+        yield Finding("error", why, path, segment.header.seq_first, 0, _RESTORE)
 
 
 def check_segment(files: Files, path: str) -> Iterator[Finding]:
@@ -270,6 +270,7 @@ def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment |
     if trailer is not None:
         yield from _check_blocks(file, path, header, trailer)
     scan = scan_frames(file, header, stop=stop)
+    yield from _check_entries(file, path, scan)
     yield Progress(size, len(scan.positions))
     if scan.problem is not None and trailer is not None:
         yield Finding("error", scan.problem, path, scan.chain.seq_last, scan.problem_offset, _RESTORE)
@@ -296,6 +297,28 @@ def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment |
         yield Finding("error", what, path, scan.seq_first, None, _RESTORE)
     segment = yield from _check_footer(file, path, header, trailer, scan)
     return segment
+
+
+def _check_entries(file: File, path: str, scan: Scan) -> Iterator[Finding]:
+    """Whether a reader can decode what the good frames hold, of which checksums say nothing."""
+    positions = scan.positions
+    first = 0
+    while first < len(positions):
+        start = positions[first]
+        stop = bisect_left(positions, start + READ_BYTES, first + 1)
+        end = positions[stop] if stop < len(positions) else scan.end
+        data = file.read_at(start, end - start)
+        at = 0
+        while at < len(data):
+            try:
+                deque(decode_frames(data, at, len(data), verify=False), maxlen=0)
+                break
+            except Corrupt as error:
+                offset = start + (error.offset or 0)
+                yield Finding("error", error.message, path, error.seq, offset, _RESTORE)
+                after = bisect_right(positions, offset)
+                at = positions[after] - start if after < stop else len(data)
+        first = stop
 
 
 def _check_blocks(file: File, path: str, header: SegmentHeader, trailer: SegmentTrailer) -> Iterator[Step]:
@@ -358,7 +381,7 @@ def _check_footer(
         time_last_us=scan.chain.time_us,
         segment_hash=expected.segment_hash,
         sealed=trailer is not None,
-        kind_first=file.read_at(scan.positions[0] + format.FRAME_BYTES, 1)[0],
+        forks=begins_with_fork(file),
         positions=scan.positions,
     )
 

@@ -3,8 +3,8 @@
 Always true:
   - describing changes nothing, needs no lock, and works on damaged files: what can be read is told, and
     what cannot is a finding;
-  - of a sealed segment only header, trailer and last frame are read (and the footer, of a segment on its
-    own), so a large log is described at once. That is no proof that it is sound: `check.py` gives that.
+  - of a sealed segment only header, trailer, first and last frame are read (and the footer, of a segment on
+    its own), so a large log is described at once. That is no proof that it is sound: `check.py` gives that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, LogSettings, before_segment, update_settings
+from lowwater.engine.chain import Chain, LogSettings, before_segment
 from lowwater.engine.check import Finding, torn_write
 from lowwater.engine.compress import CompressedSegment
 from lowwater.engine.directory import (
@@ -25,16 +25,14 @@ from lowwater.engine.directory import (
     read_trailer,
     typed_errors,
 )
-from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.footer import footer_steps
 from lowwater.engine.format import HEADER_BYTES, FooterSections, SegmentHeader, SegmentTrailer
 from lowwater.engine.reader import SealedReader, time_of
-from lowwater.engine.recover import chain_after_frames, hash_body
-from lowwater.engine.salvage import whole_frames
+from lowwater.engine.recover import chain_after_frames, creation_of, hash_body
 from lowwater.engine.scan import Readable, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, State, judge_current, open_place, open_single, walk
-from lowwater.errors import Corrupt, DataError, NewerVersion, NotFound
+from lowwater.errors import Corrupt, DataError, NewerVersion, NotFound, NotLowwater
 
 
 @dataclass(slots=True)
@@ -120,7 +118,7 @@ def describe_log(files: Files, directory: str) -> LogDescription:
     before: Segment | None = None
     current: SegmentDescription | None = None
     chain: Chain | None = None
-    own = LogSettings()
+    created: LogSettings | None = None
     for place in walk(files, directory):
         description = SegmentDescription(place.path, place.state)
         # Where the log was rotated while its current segment was being read, that comes again.
@@ -134,8 +132,8 @@ def describe_log(files: Files, directory: str) -> LogDescription:
                     segment = _describe(file, description, before, hint)
                     if description.header is not None:
                         chain = before_segment(description.header)
-                        if description.header.seq_before == 0:
-                            own = _created_with(file)
+                        if description.header.seq_before == 0 and description.frames:
+                            created = creation_of(file, description.header).settings
                     if segment is not None:
                         chain = chain_after_frames(file, segment)
                 finally:
@@ -159,7 +157,11 @@ def describe_log(files: Files, directory: str) -> LogDescription:
     log.findings += [finding for segment in log.segments for finding in segment.findings]
     if chain is not None:
         log.cluster_id, log.epoch = chain.cluster_id, chain.epoch
-        log.settings = chain.settings._replace(page_keys=own.page_keys, inline_bytes_max=own.inline_bytes_max)
+        log.settings = chain.settings
+        if created is not None:
+            log.settings = log.settings._replace(
+                page_keys=created.page_keys, inline_bytes_max=created.inline_bytes_max
+            )
     seq_last = log.seq_last
     if hint is not None and seq_last is not None and seq_last < hint.durable_seq and not log.findings:
         what = f"the log was durable up to seq {hint.durable_seq} and ends with seq {seq_last} now"
@@ -205,7 +207,9 @@ def _describe(
             findings.append(Finding.of(error, path))
     try:
         header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
-    except (DataError, NewerVersion):
+    except (DataError, NewerVersion) as error:
+        if isinstance(error, NotLowwater):
+            findings.clear()  # what is no segment has no trailer either
         if description.state == "current" and not alone and judge_current(file, path, before, hint) is None:
             return None  # a crash kept it from beginning
         raise
@@ -320,11 +324,3 @@ def _compare_name(description: SegmentDescription, place: Place) -> None:
         what = f"the file holds the seqs {seqs[0]} to {seqs[1]}, its name says otherwise"
         error = Corrupt(what, seq=description.seq_first)
         description.findings.append(Finding.of(error, place.path))
-
-
-def _created_with(file: File) -> LogSettings:
-    """The settings in the first entry of a log, where alone the engine's own stand."""
-    for frame in whole_frames(file, HEADER_BYTES, file.size(), seq_before=0):
-        changes = decode_body(decode_payload(frame.seq, frame.payload)).get("settings", {})
-        return update_settings(LogSettings(), changes)
-    return LogSettings()

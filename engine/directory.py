@@ -62,7 +62,7 @@ class Segment:
     time_last_us: int
     segment_hash: bytes
     sealed: bool
-    kind_first: int = 0
+    forks: bool = False  # known to who checks it: its first frame is a `fork` that was not refused
     # Only until it is sealed; then they are in its footer.
     positions: array[int] | None = None
     block_hashes: Sequence[bytes] | None = None
@@ -123,9 +123,14 @@ def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
 
 
 def read_trailer(file: File, size: int) -> SegmentTrailer:
-    """Finds the footer from the end of a sealed segment."""
+    """Finds the footer from the end of a sealed segment, whose header is there."""
+    if not size:
+        raise NotLowwater("the file is empty")
     if size < format.HEADER_BYTES + format.TRAILER_BYTES:
-        raise NotLowwater("the file is empty" if not size else "the file is too short for a sealed segment")
+        raise Corrupt(
+            f"the segment was cut off: {size} bytes are left of it",
+            hint="restore this segment, or run `lowwater log repair` into a copy",
+        )
     try:
         trailer = SegmentTrailer.decode(file.read_at(size - format.TRAILER_BYTES, format.TRAILER_BYTES))
     except LowwaterError as error:

@@ -177,9 +177,9 @@ def check_payload(payload: bytes) -> None:
         )
     if len(payload) < format.FIXED_BYTES:
         raise InvalidEntry("a payload is too short to be one", hint="give what encode() returns")
-    kind, flags, bucket_len, key_len, _, _, _ = format.FIXED.unpack_from(payload)
+    kind, flags, bucket_len, key_len, metadata_len, time_us, _ = format.FIXED.unpack_from(payload)
     try:
-        decode_payload(1, payload)
+        entry = decode_payload(1, payload)
     except (Corrupt, NewerVersion) as error:
         raise InvalidEntry(f"no reader would accept this: {error.message}") from error
     if bucket_len > BUCKET_BYTES_MAX or key_len > KEY_BYTES_MAX:
@@ -192,6 +192,23 @@ def check_payload(payload: bytes) -> None:
         raise InvalidEntry("a key cannot be empty", hint="give the key at least one character")
     if kind == Kind.APPEND and not flags & (Flag.STREAM_OFFSET | Flag.REFUSED):
         raise InvalidEntry("a message needs its offset in its stream")
+    if time_us > format.TIME_US_MAX:
+        raise InvalidEntry("a time is below 2^63 microseconds", hint="give the time in microseconds")
+    for forbidden, what in (
+        (kind >= Kind.BEGIN and bucket_len, "bucket"),
+        ((kind >= Kind.BEGIN or kind in _BUCKET_KINDS) and key_len, "key"),
+        (kind in _VALUELESS_KINDS and entry.value, "value"),
+        (kind == Kind.DELETE and metadata_len, "metadata"),
+        (kind != Kind.COPY and flags & Flag.VALUE_REF, "reference to a value"),
+        (kind != Kind.APPEND and flags & Flag.STREAM_OFFSET, "offset in a stream"),
+        (kind == Kind.CREATE and flags & Flag.REFUSED, "refusal"),
+    ):
+        if forbidden:
+            raise InvalidEntry(f"a {entry.kind} entry has no {what}", hint="leave it out")
+
+
+_BUCKET_KINDS = frozenset({Kind.CREATE_BUCKET, Kind.DELETE_BUCKET})
+_VALUELESS_KINDS = _BUCKET_KINDS | {Kind.DELETE}
 
 
 class Put(NamedTuple):

@@ -28,6 +28,8 @@ HEADER_MAGIC = b"LWSEG\r\n\x1a"
 TRAILER_MAGIC = b"LWEND\r\n\x1a"
 
 SEQ_MAX = 2**64 - 1
+# Others have times as signed numbers, Arrow among them.
+TIME_US_MAX = 2**63 - 1
 KEY_BYTES_MAX = 1024
 BUCKET_BYTES_MAX = 255
 METADATA_BYTES_MAX = 2**16 - 1
@@ -245,9 +247,10 @@ def encode_payload(
     extras: Extras = NO_EXTRAS,
 ) -> bytes:
     """A frame's payload. Names and metadata come from `encode_name` and `encode_metadata`."""
-    if not 0 <= time_us <= SEQ_MAX or not 0 <= origin <= SEQ_MAX:
+    if not 0 <= time_us <= TIME_US_MAX or not 0 <= origin <= SEQ_MAX:
         raise InvalidEntry(
-            "time and origin must be unsigned 64-bit numbers", hint="give 0 where there is none"
+            "a time is below 2^63 and an origin below 2^64, and neither below 0",
+            hint="give 0 where there is none",
         )
     if extras is NO_EXTRAS:
         fixed = _pack_fixed(kind, 0, len(bucket), len(key), len(metadata), time_us, origin)
@@ -400,6 +403,8 @@ class SegmentHeader(NamedTuple):
             raise Corrupt(
                 "the segment header says that it begins before the segment that it follows", offset=0
             )
+        if not header.epoch:
+            raise Corrupt("the segment header has the epoch 0", offset=0)
         if not BLOCK_BYTES_MIN <= header.block_bytes <= BLOCK_BYTES_MAX:
             raise Corrupt(f"the segment header has a block size of {header.block_bytes}", offset=0)
         if header.compression > max(Compression):
@@ -441,6 +446,11 @@ class SegmentTrailer(NamedTuple):
     def decode(cls, data: bytes) -> SegmentTrailer:
         """The trailer from the last bytes of a file."""
         data = bytes(data[-TRAILER_BYTES:])
+        if data[: len(TRAILER_MAGIC)] != TRAILER_MAGIC:
+            raise Corrupt(
+                "the segment does not end with its trailer: it was cut off, or something was added to it",
+                hint="restore this segment, or run `lowwater log repair` into a copy",
+            )
         _check_magic_and_version(data, TRAILER_MAGIC, TRAILER_BYTES, "segment trailer")
         if crc32(data[: -U32.size]) != U32.unpack_from(data, TRAILER_BYTES - U32.size)[0]:
             raise Corrupt("the segment trailer's checksum does not match")

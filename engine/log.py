@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, LogSettings, create_entry, seal_entry, update_settings
+from lowwater.engine.chain import Chain, Creation, LogSettings, create_entry, seal_entry, update_settings
 from lowwater.engine.check import Finding, check_directory_steps, require_log
 from lowwater.engine.entries import Entry, Writable, check_payload
 from lowwater.engine.format import Flag, Kind
@@ -215,6 +215,11 @@ class Log:
     def chain(self) -> Chain:
         """Where the log stands: cluster id, epoch and settings among it."""
         return self._wal.chain
+
+    @property
+    def creation(self) -> Creation | None:
+        """What the log's first entry says: its salt among it. None where the segment with it was purged."""
+        return self._wal.chain.creation
 
     @property
     def torn_bytes(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from lowwater.engine import format
 from lowwater.engine.chain import FIRST_CONTROL_KIND, IDLE_KINDS, Chain, enter, leave
 from lowwater.engine.entries import Entry, decode_payload
-from lowwater.engine.format import FRAME_BYTES, Flag, Kind
+from lowwater.engine.format import FRAME_BYTES, Flag, Kind, SegmentHeader
 from lowwater.errors import Corrupt, InvalidEntry
 
 _pack_u64 = format.U64.pack
@@ -126,7 +126,14 @@ def _cut_one(
     )
     # The same as _replace, which is ten times as slow.
     after = Chain(
-        seq_last, time_us, chain.cluster_id, chain.epoch, chain.settings, body_bytes, chain.seq_first
+        seq_last,
+        time_us,
+        chain.cluster_id,
+        chain.epoch,
+        chain.settings,
+        body_bytes,
+        chain.seq_first,
+        chain.creation,
     )
     return [piece], after
 
@@ -225,10 +232,15 @@ class GroupWalk:
 
 
 def step(
-    chain: Chain, seq: int, payload: bytes, frame_bytes: int, walk: GroupWalk
+    chain: Chain,
+    seq: int,
+    payload: bytes,
+    frame_bytes: int,
+    walk: GroupWalk,
+    header: SegmentHeader | None = None,
 ) -> tuple[Chain, Chain | None, bool]:
     """One frame into the chain: (chain after it, the chain for the header if it begins a segment, whether
-    it ends its segment). Writer, recovery and check all decide by this."""
+    it ends its segment). Writer, recovery and check all decide by this; who reads gives the header."""
     kind = payload[0]
     flags = payload[1] | payload[2] << 8
     walk.enter(seq, kind, flags, payload)
@@ -236,7 +248,7 @@ def step(
     if kind in _DECODED_KINDS and not flags & Flag.REFUSED:
         entry = decode_payload(seq, payload)
     if chain.is_empty or kind >= FIRST_CONTROL_KIND:
-        chain = enter(chain, kind, flags, entry)
+        chain = enter(chain, kind, flags, entry, header)
     entered = None
     if not chain.body_bytes:
         entered = chain

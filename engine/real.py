@@ -159,15 +159,15 @@ class SequentialFile(RealFile):
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers)
         size = len(data)
-        if self._direct_fd < 0 or size > STAGING_BYTES - 2 * BLOCK_BYTES:
-            self._end = -1
+        end_before, self._end = self._end, -1  # until this write has ended well
+        if self._direct_fd < 0 or not 0 < size <= STAGING_BYTES - 2 * BLOCK_BYTES:
             return super().write_at(offset, buffers, sync)
         staging = self._staging
         start = offset % BLOCK_BYTES
         base = offset - start
         end = start + size
         padding = -end % BLOCK_BYTES
-        if start and self._end != offset:
+        if start and end_before != offset:
             staging[:start] = os.pread(self._fd, start, base).ljust(start, b"\0")
         staging[start:end] = data
         staging[end : end + padding] = bytes(padding)
@@ -181,9 +181,10 @@ class SequentialFile(RealFile):
             # Not on this file system.
             self._close_direct()
             return super().write_at(offset, buffers, sync)
+        if written <= start:
+            # Nothing new went in. The plain way tells why.
+            return super().write_at(offset, buffers, sync)
         if written < end:
-            self._end = -1
-            assert written > start, "a file system took no bytes and raised no error"
             return written - start
         rest = (offset + size) % BLOCK_BYTES
         staging[:rest] = staging[end - rest : end]
@@ -214,7 +215,7 @@ class RealFiles:
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         fd = os.open(path, flags, 0o644)
-        if sequential and hasattr(os, "O_DIRECT") and WRITE_SYNC_FLAGS:
+        if sequential and flags & os.O_RDWR and hasattr(os, "O_DIRECT") and WRITE_SYNC_FLAGS:
             with contextlib.suppress(OSError):  # not on this file system
                 return SequentialFile(fd, os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
         return RealFile(fd)

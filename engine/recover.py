@@ -4,7 +4,8 @@ Always true once `recover` has returned:
   - every frame that was ever acknowledged is there, and everything that is there is durable: what was only
     in the page cache has been written again and synced, also after a sync that had failed;
   - the only bytes that were dropped are those of one torn batch, above every position known to be durable;
-  - any other damage raised an error, and no byte of the directory was changed before that was known.
+  - any other damage raised an error, and no byte of the directory was changed before that was known;
+  - the chain says what the log was created with, unless the segment that begins with it is not here.
 
 | row | current.log                      | decision        | the crash that makes it                      |
 |-----|----------------------------------|-----------------|----------------------------------------------|
@@ -20,6 +21,9 @@ Always true once `recover` has returned:
 
 A batch is torn (F) where it lies above the hint and what the caller knows to be durable, and no whole frame
 starts more than one maximal batch after it. With sync mode `none` everything above the hint can be torn.
+
+The last sealed segment is looked into, since the log goes on from it: it must end as the rule of the chain
+has it (`chain_after_frames`), and begin as its header says.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, before_segment, leave
+from lowwater.engine.chain import FIRST_CONTROL_KIND, Chain, Creation, before_segment, leave, why_not_next
 from lowwater.engine.directory import (
     CURRENT,
     DirectoryNames,
@@ -43,10 +47,11 @@ from lowwater.engine.directory import (
 from lowwater.engine.entries import decode_payload
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.footer import BlockHasher
-from lowwater.engine.format import BATCH_BYTES_MAX, HEADER_BYTES, SegmentHeader
+from lowwater.engine.format import BATCH_BYTES_MAX, HEADER_BYTES, Flag, Kind, SegmentHeader
+from lowwater.engine.pieces import GroupWalk, step
 from lowwater.engine.scan import READ_BYTES, Readable, Scan, find_frame, is_frame, scan_frames
 from lowwater.engine.seams import File, Files, write_all
-from lowwater.errors import Corrupt, NotLowwater
+from lowwater.errors import Corrupt, InvalidEntry, NotLowwater
 
 # One batch is unsynced at a time, and the first of a segment has the header before it.
 _TORN_BYTES_MAX = BATCH_BYTES_MAX + HEADER_BYTES
@@ -104,10 +109,16 @@ def inspect_directory(files: Files, directory: str, *, durable_seq: int = 0) -> 
             file = files.open(path)
             try:
                 current = inspect_current(file, path, before, hint, floor)
+                if current is not None and before is not None:
+                    why = why_not_next(chain, current.header, forks=begins_with_fork(file))
+                    if why is not None:
+                        raise Corrupt(why, offset=0, seq=current.seq_first)
             finally:
                 file.close()
     if current is not None:
         chain = current.scan.chain
+    if segments:
+        chain = _with_creation(files, chain, segments[0])
     if chain.seq_last < floor:
         raise Corrupt(
             f"the log was durable up to seq {floor} and ends with seq {chain.seq_last} now",
@@ -116,6 +127,22 @@ def inspect_directory(files: Files, directory: str, *, durable_seq: int = 0) -> 
             hint="files of the log are missing or were replaced: restore them; nothing was changed",
         )
     return Recovered(chain, segments, current, hint, names)
+
+
+def _with_creation(files: Files, chain: Chain, first: Segment) -> Chain:
+    """The chain with what the log's first entry alone says, where the directory still has it."""
+    if first.header.seq_before:
+        return chain
+    with typed_errors(first.path, "read the segment"):
+        file = files.open(first.path)
+        try:
+            creation = creation_of(file, first.header)
+        finally:
+            file.close()
+    settings = chain.settings._replace(
+        page_keys=creation.settings.page_keys, inline_bytes_max=creation.settings.inline_bytes_max
+    )
+    return chain._replace(creation=creation, settings=settings)
 
 
 def _load_unsealed(files: Files, path: str, seq_first: int, seq_last: int) -> Segment:
@@ -167,23 +194,66 @@ def chain_after(files: Files, segment: Segment) -> Chain:
 
 
 def chain_after_frames(file: File, segment: Segment) -> Chain:
-    """The chain after a complete segment. Its header tells what held in it; only its last frame can have
-    changed that for what follows."""
-    chain = before_segment(segment.header)._replace(
+    """The chain after a complete segment. Its header tells what held in it, and its first frame must agree;
+    only its last frame can have changed that for what follows."""
+    header = segment.header
+    if file.read_at(HEADER_BYTES + format.FRAME_BYTES, 1)[0] >= FIRST_CONTROL_KIND or not header.seq_before:
+        _after_first_frame(file, header)
+    chain = before_segment(header)._replace(
         seq_last=segment.seq_last, time_us=segment.time_last_us, body_bytes=segment.body_bytes
     )
     position = _last_position(file, segment)
-    seq, length, checksum = format.FRAME.unpack(file.read_at(position, format.FRAME_BYTES))
-    payload = file.read_at(position + format.FRAME_BYTES, length)
-    if len(payload) != length or length < format.FIXED_BYTES or seq != segment.seq_last:
-        raise Corrupt("the segment's last frame is not where its footer says", offset=position)
+    payload = _payload_at(file, position, segment.seq_last)
+    kind, flags = payload[0], payload[1] | payload[2] << 8
+    try:
+        entry = decode_payload(segment.seq_last, payload)
+        chain, ended = leave(chain, kind, flags, entry, in_group=False)
+    except InvalidEntry as error:
+        raise Corrupt(error.message, offset=position, seq=segment.seq_last) from error
+    if not ended:
+        raise Corrupt("the segment was sealed before it was complete", seq=segment.seq_last, offset=position)
+    return chain
+
+
+def _after_first_frame(file: Readable, header: SegmentHeader) -> Chain:
+    """The chain after a segment's first frame, which is compared with the header."""
+    payload = _payload_at(file, HEADER_BYTES, header.seq_first)
+    frame_bytes = format.FRAME_BYTES + len(payload)
+    try:
+        chain, _, _ = step(
+            before_segment(header), header.seq_first, payload, frame_bytes, GroupWalk(), header
+        )
+    except (Corrupt, InvalidEntry) as error:
+        raise Corrupt(error.message, offset=HEADER_BYTES, seq=header.seq_first) from error
+    return chain
+
+
+def creation_of(file: Readable, header: SegmentHeader) -> Creation:
+    """What the first entry of a log says. The segment is the log's first."""
+    assert not header.seq_before
+    creation = _after_first_frame(file, header).creation
+    assert creation is not None, "an empty chain takes no other first frame"
+    return creation
+
+
+def begins_with_fork(file: Readable) -> bool:
+    """Whether a segment, of which the first frame is known to be good, begins with another owner's `fork`."""
+    head = file.read_at(HEADER_BYTES + format.FRAME_BYTES, 3)
+    return head[0] == Kind.FORK and not (head[1] | head[2] << 8) & Flag.REFUSED
+
+
+def _payload_at(file: Readable, position: int, seq: int) -> bytes:
+    """The payload of the frame that must be there, with this seq."""
+    head = file.read_at(position, format.FRAME_BYTES)
+    if len(head) < format.FRAME_BYTES:
+        raise Corrupt("the file is shorter than it was", offset=position)
+    found, length, checksum = format.FRAME.unpack(head)
+    payload = file.read_at(position + format.FRAME_BYTES, min(length, format.PAYLOAD_BYTES_MAX))
+    if len(payload) != length or length < format.FIXED_BYTES or found != seq:
+        raise Corrupt(f"the frame of seq {seq} is not where it should be", offset=position)
     if format.frame_checksum(seq, payload) != checksum:
         raise Corrupt("a frame's checksum does not match", offset=position, seq=seq)
-    kind, flags = payload[0], payload[1] | payload[2] << 8
-    chain, ended = leave(chain, kind, flags, decode_payload(seq, payload), in_group=False)
-    if not ended:
-        raise Corrupt("the segment was sealed before it was complete", seq=seq, offset=position)
-    return chain
+    return payload
 
 
 def _last_position(file: File, segment: Segment) -> int:
@@ -231,9 +301,9 @@ def inspect_current(
     scan = scan_frames(file, header, stop=size)
     if not scan.positions:
         # The header came through, the first frames did not.
+        _require_no_frame(file, scan, seq_before)
         if floor > seq_before:
             raise Corrupt("the segment has lost acknowledged entries", offset=HEADER_BYTES, seq=seq_before)
-        _require_no_frame(file, scan, seq_before)
         if scan.problem is not None and not unsynced:
             _require_torn(file, scan, size, seq_before)
         return None

@@ -96,7 +96,7 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
                     good = chain, offset + position, len(positions)
                 payload = data[position + FRAME_BYTES : frame_end]
                 try:
-                    chain, _, scan.complete = step(chain, seq, payload, FRAME_BYTES + length, walk)
+                    chain, _, scan.complete = step(chain, seq, payload, FRAME_BYTES + length, walk, header)
                 except NewerVersion:
                     raise
                 except (DataError, InputError) as error:
@@ -190,7 +190,10 @@ def is_frame(
     """Whether a whole, checked frame with a seq above `seq_above` begins at `offset` and ends by `stop`."""
     if offset + format.FRAME_FIXED_BYTES > stop:
         return False
-    seq, length, checksum = format.FRAME.unpack(file.read_at(offset, FRAME_BYTES))
+    head = file.read_at(offset, FRAME_BYTES)
+    if len(head) < FRAME_BYTES:
+        return False  # the file is shorter than it was
+    seq, length, checksum = format.FRAME.unpack(head)
     if not seq_above < seq <= seq_max or not format.FIXED_BYTES <= length <= format.PAYLOAD_BYTES_MAX:
         return False
     if offset + FRAME_BYTES + length > stop:

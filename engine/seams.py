@@ -85,9 +85,9 @@ class Files(Protocol):
     """Whether overwriting synced zeros is faster than letting a file grow."""
 
     def open(self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False) -> File:
-        """`create` makes a new file and fails with FileExistsError where one is. `sequential` promises that
-        each write begins where the one before it ended, and allows zeros to be written beyond its end, up
-        to the next multiple of 4,096 bytes."""
+        """`create` makes a new file and fails with FileExistsError where one is. `sequential` says that it is
+        written front to back, and that nothing but zeros is ever kept beyond the end of a write: each may
+        put zeros there, up to the next multiple of 4,096 bytes. So it is not for writing in the middle."""
         ...
 
     def list(self, directory: str) -> list[str]:

@@ -58,6 +58,7 @@ HINT_INTERVAL_S = 1.0
 _ASKED = 2**64
 HINT_AFTER_BYTES = 16 * 2**20
 
+_seq_first = attrgetter("seq_first")
 _seq_last = attrgetter("seq_last")
 _time_last = attrgetter("time_last_us")
 
@@ -178,8 +179,13 @@ class SegmentStore:
             self.rotate()
 
     def _reopen(self, found: Current, hint: Hint | None) -> CurrentSegment:
+        # Not sequential: what repair writes again in the middle has frames behind it, and not zeros.
+        file = self._files.open(self.path, write=True)
+        try:
+            repair_current(file, found, hint)
+        finally:
+            file.close()
         file = self._open_for_writing(self.path, write=True)
-        repair_current(file, found, hint)
         end = found.scan.end
         current = CurrentSegment(file, found.header, hasher_of(file, end, found.header.block_bytes))
         current.positions = found.scan.positions
@@ -551,6 +557,14 @@ class SegmentStore:
         if self.segments:
             return self.segments[0].header.seq_before
         return self.current.header.seq_before if self.current is not None else 0
+
+    def path_from(self, seq_first: int) -> str | None:
+        """Where the segment that begins with `seq_first` is."""
+        index = bisect_left(self.segments, seq_first, key=_seq_first)
+        if index < len(self.segments) and self.segments[index].seq_first == seq_first:
+            return self.segments[index].path
+        current = self.current
+        return self.path if current is not None and current.header.seq_first == seq_first else None
 
     def path_of(self, segment: Segment | CurrentSegment) -> str:
         return segment.path if isinstance(segment, Segment) else self.path

@@ -134,6 +134,7 @@ class Wal:
         self._urgent = False
         self._sync_due_s: float | None = None
         self._leading = False
+        self._leads_ended = 0
         self._lead_over = threading.Condition(self.lock)
         self._settling: list[Ticket] = []  # durable, and perhaps not told so yet
         self._writer_leads = False
@@ -217,6 +218,33 @@ class Wal:
             raise
         return ticket.seq_last
 
+    def order(self, build: Build, *, timeout_s: float | None = None) -> tuple[Ticket, list[Piece]]:
+        """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
+        until then nobody need be writing them."""
+        self.refuse_forked()
+        ticket = Ticket(self.clock.monotonic())
+        try:
+            with self.lock:
+                pieces = self._enqueue(build, ticket, timeout_s)
+        except BaseException:
+            self._abandon(ticket)
+            raise
+        return ticket, pieces
+
+    def wait(self, ticket: Ticket) -> int:
+        """Return the last seq of what was ordered, once it is durable."""
+        self.refuse_forked()
+        try:
+            with self.lock:
+                if not ticket.done:
+                    self._get_in_line(ticket)
+            # Who settles sets `done` before it looks for a turn: one of the two sees the other.
+            self._wait_or_lead(ticket)
+        except BaseException:
+            self._abandon(ticket)
+            raise
+        return ticket.seq_last
+
     def sync(self) -> int:
         """Return once everything that was appended before is durable: the last durable seq."""
         self.refuse_forked()
@@ -257,7 +285,7 @@ class Wal:
             ticket.promoted = True
 
     def _wait_or_lead(self, ticket: Ticket) -> None:
-        if ticket.turn is not None:
+        if ticket.turn is not None and not ticket.done:
             ticket.turn.acquire()
         if not ticket.done:
             self._lead(ticket)
@@ -344,10 +372,10 @@ class Wal:
         if self._failure is not None:
             self._lost_unheard = False
             raise again(self._failure)
-        if self._closing:
+        if self._closing or self._ended:
             raise Closed("the log is closed", path=self.directory)
 
-    def _enqueue(self, build: Build, ticket: Ticket | None, timeout_s: float | None) -> None:
+    def _enqueue(self, build: Build, ticket: Ticket | None, timeout_s: float | None) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
         while True:
@@ -382,6 +410,7 @@ class Wal:
         self._chain = chain
         self._queued_bytes += size
         self._queue.extend(pieces)
+        return pieces
 
     def _check(self, seqs: Sequence[int] | None, sizes: Sequence[int]) -> None:
         if not sizes:
@@ -425,10 +454,15 @@ class Wal:
             self._urgent = True
             if not self._leading or self._writer_leads:
                 # Also where the writer thread was to lead: a simulation has no thread that would begin.
+                lead = Ticket(0)
+                lead.promoted = lead.done = True  # one batch is enough
                 self._leading, self._writer_leads = True, False
-                self.lock.release()
                 try:
-                    self._lead(None)
+                    self.lock.release()
+                    self._lead(lead)
+                except BaseException:
+                    self._abandon(lead)
+                    raise
                 finally:
                     self.lock.acquire()
                 continue
@@ -478,6 +512,7 @@ class Wal:
     def _lead(self, ticket: Ticket | None) -> None:
         """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it."""
         resolved: list[Ticket] = []
+        leads_ended = self._leads_ended
         try:
             if ticket is not None:
                 ticket.leads = True
@@ -491,15 +526,17 @@ class Wal:
             with self.lock:
                 self._hand_over()
         except Exception as error:  # noqa: BLE001 — whatever went wrong, nobody may write after it
-            self._poison(error, leading=True)
+            self._poison(error, leading=self._leads_ended == leads_ended)
         except BaseException as error:
-            self._poison(error, leading=True)
+            # Ctrl-C may come after the lead was handed over, and the next leader be inside a write.
+            self._poison(error, leading=self._leads_ended == leads_ended)
             raise
         finally:
             resolve_futures(resolved)
 
     def _hand_over(self) -> None:
         """With the lock held, by the leader: the lead goes to whoever waits at the head of the queue."""
+        self._leads_ended += 1
         if not self._queue:
             self._leading = self._urgent = False
             self._sync_due_s = None
@@ -518,7 +555,8 @@ class Wal:
             self._writer.wake()
 
     def _take_batch(self) -> list[Piece]:
-        batch: list[Piece] = []
+        # Ctrl-C comes after a call returns, and must find each piece in one of the two, or in both.
+        batch = self._in_flight = []
         size = 0
         queue = self._queue
         while queue:
@@ -526,10 +564,10 @@ class Wal:
             size += len(piece.data)
             if batch and size > self.options.batch_bytes_max:
                 break
-            batch.append(queue.popleft())
+            batch.append(piece)
+            queue.popleft()
             if piece.ends_segment:
                 break
-        self._in_flight = batch
         return batch
 
     def _write_batch(self, batch: list[Piece], resolved: list[Ticket]) -> None:
@@ -637,17 +675,17 @@ class Wal:
         """Write and sync what was queued, finish the sealing, and let the directory go.
 
         Raises where entries were lost of which nobody else was told. Interrupted while it waits for a write,
-        it leaves the log open: the directory must not go to another process before that write has ended.
+        it can be called again: the directory must not go to another process before that write has ended.
         """
         if self._forked:
             return
-        with self.lock:
-            if self._closing:
-                return
-            self._closing = True
-            self._room.notify_all()
-        flushed = False
+        closing = flushed = False
         try:
+            with self.lock:
+                if self._closing:
+                    return
+                closing = self._closing = True
+                self._room.notify_all()
             if self._failure is None:
                 try:
                     self._flush()
@@ -660,23 +698,23 @@ class Wal:
                     self._leading = self._writer_leads = False
                 while self._leading:
                     self._lead_over.wait()
+                self._ended = True
+                self.durable_changed.notify_all()
+            self._housekeeper.stop()
+            self._writer.stop()
         except BaseException:
-            with self.lock:
-                self._closing = False
+            if closing:
+                with self.lock:
+                    self._closing = False
             raise
-        with self.lock:
-            self._ended = True
-            self.durable_changed.notify_all()
-        self._housekeeper.stop()
-        self._writer.stop()
-        _open_wals.discard(self)
-        if self._registry is not None and self._metrics is not None:
-            self._registry.unregister(self._metrics)
         try:
+            if self._registry is not None and self._metrics is not None:
+                self._registry.unregister(self._metrics)
             with typed_errors(self.directory, "close the log"):
                 self.store.close(clean=flushed and self._failure is None)
         finally:
             self._lock_file.close()
+            _open_wals.discard(self)
         if self._failure is not None and self._lost_unheard:
             raise again(self._failure)
 
@@ -692,6 +730,8 @@ _open_wals: weakref.WeakSet[Wal] = weakref.WeakSet()
 def _forbid_in_child() -> None:
     for wal in list(_open_wals):
         wal._forked = True
+        # The lock belongs to every process that has its file open: it would outlive the one that writes.
+        wal._lock_file.close()
 
 
 os.register_at_fork(after_in_child=_forbid_in_child)

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
-from lowwater.engine.chain import CHANGES_OWNER, Chain, same_cut
+from lowwater.engine.chain import Chain, why_not_next
 from lowwater.engine.directory import CURRENT, Segment, check_link, segment_name
 from lowwater.engine.footer import footer_steps
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader, SegmentTrailer
-from lowwater.engine.recover import chain_after_frames, inspect_current
+from lowwater.engine.format import SegmentHeader, SegmentTrailer
+from lowwater.engine.recover import begins_with_fork, chain_after_frames, inspect_current
 from lowwater.engine.repair.source import Candidate, Source, open_candidate, put_header_back
-from lowwater.engine.salvage import TolerantFile, whole_frames
+from lowwater.engine.salvage import TolerantFile
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import Files
 from lowwater.errors import Corrupt, NewerVersion
@@ -196,13 +196,7 @@ class Planner:
             return f"the header names seq {header.seq_first} as the first, and it is {scan.seq_first}"
         if self._before is None:
             return None
-        if not same_cut(self._chain, header):
-            return "the segment is cut by other settings than the log's"
-        first = next(whole_frames(file, HEADER_BYTES, scan.end, seq_before=header.seq_before))
-        owner = (self._chain.cluster_id, self._chain.epoch)
-        if (header.cluster_id, header.epoch) != owner and first.payload[0] not in CHANGES_OWNER:
-            return "the segment belongs to another cluster or epoch"
-        return None
+        return why_not_next(self._chain, header, forks=begins_with_fork(file))
 
     def _take_whole(
         self, candidate: Candidate, file: TolerantFile, header: SegmentHeader, scan: Scan

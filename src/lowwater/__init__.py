@@ -15,19 +15,28 @@ from importlib.metadata import version
 from lowwater import errors
 from lowwater.engine.check import Finding
 from lowwater.engine.entries import CreateBucket, Delete, DeleteBucket, Entry, Put
+from lowwater.engine.database import Database
 from lowwater.engine.log import Log, LogOptions
+from lowwater.engine.opening import open_embedded as open
+from lowwater.engine.records import Head, Marks, Object, Page
 
 __version__ = version("lowwater")
 
 __all__ = [
     "CreateBucket",
+    "Database",
     "Delete",
     "DeleteBucket",
     "Entry",
     "Finding",
+    "Head",
     "Log",
     "LogOptions",
+    "Marks",
+    "Object",
+    "Page",
     "Put",
     "__version__",
     "errors",
+    "open",
 ]

@@ -115,12 +115,22 @@ class WalConfig(BaseModel):
         return self
 
 
+class EngineConfig(BaseModel):
+    """The engine's settings. Each attribute has the name of its key in `[engine]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pool_bytes_max: ByteSize = Field(default=GIB, ge=MIB, le=1 << 44)
+    checkpoint_interval_s: OptionalSeconds = Field(default=300.0, gt=0)
+
+
 class Config(BaseSettings):
     """Everything that can be set. `Config()` has the defaults, `Config.load` reads what the user wrote."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
     wal: WalConfig = WalConfig()
+    engine: EngineConfig = EngineConfig()
 
     @classmethod
     def load(
@@ -172,8 +182,11 @@ SPELLINGS = {
     )
 }
 CACHE_CAPACITY = "wal.cache_capacity"
-SECTIONS = ("storage_engine", "wal")
-KEYS = [f"wal.{name}" for name in WalConfig.model_fields]
+SECTIONS = ("engine", "storage_engine", "wal")
+KEYS = [
+    *(f"wal.{name}" for name in WalConfig.model_fields),
+    *(f"engine.{name}" for name in EngineConfig.model_fields),
+]
 
 
 @dataclass(frozen=True)

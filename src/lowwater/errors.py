@@ -3,12 +3,18 @@
     LowwaterError
     ├── RetryError               try again: nothing is wrong with the request or the data
     │   ├── Busy                     a queue stayed full for longer than the caller would wait
+    │   ├── Deadlock                 a transaction was chosen to end a deadlock: start it again
+    │   ├── LockTimeout              a lock was not free in time: nothing was done
     │   └── TimedOut                 the answer did not come in time; the work may still happen
     ├── InputError               change the request (or the configuration): nothing was written
     │   ├── InvalidEntry             a name, key, value, metadata or limit that no log accepts
     │   ├── OutOfOrderSeq            a seq that is not above the last one
     │   │   └── RepeatedSeq          ... because the log already holds exactly this entry
     │   ├── InvalidConfig            an unknown key or a value that is out of range
+    │   ├── ConditionFailed          what the write depends on is not so
+    │   ├── AlreadyExists            there is a bucket, or a snapshot, of this name
+    │   ├── NotEmpty                 a bucket that holds keys is not deleted
+    │   ├── VersionGone              this version was dropped, or has not been written yet
     │   ├── NotFound                 there is no such file, segment, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
     │   ├── DirectoryNotWritable     the directory can be read, but not written
@@ -83,6 +89,14 @@ class Busy(RetryError):
     default_hint = "writes arrive faster than the disk takes them: slow down, or raise wal.queue_bytes_max"
 
 
+class Deadlock(RetryError):
+    default_hint = "transactions waited for each other in a circle: roll this one back and start it again"
+
+
+class LockTimeout(RetryError):
+    default_hint = "another transaction holds it: try again, or roll back, or wait for longer"
+
+
 class TimedOut(RetryError):
     default_hint = "the work may still happen: read before you repeat it"
 
@@ -107,6 +121,22 @@ class RepeatedSeq(OutOfOrderSeq):
 
 class InvalidConfig(InputError):
     pass
+
+
+class ConditionFailed(InputError):
+    default_hint = "read the key again, and decide by what it holds now"
+
+
+class AlreadyExists(InputError):
+    pass
+
+
+class NotEmpty(InputError):
+    default_hint = "delete its keys first: list() says which there are"
+
+
+class VersionGone(InputError):
+    default_hint = "versions are kept for snapshots, and as long as engine.versions_age_max says"
 
 
 class NotFound(InputError):

@@ -5,20 +5,29 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
+from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
+from lowwater.engine import footer, store
 from lowwater.engine.chain import settings_entry
 from lowwater.engine.check import check_directory
-from lowwater.engine.entries import Control, Put, encode_put
+from lowwater.engine.entries import Control, Delete, Put, encode_put
 from lowwater.engine.format import Kind
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.real import RealFiles
-from lowwater.errors import Corrupt, InputError, InvalidConfig, InvalidEntry, LogPoisoned
+from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.pieces import Piece
+from lowwater.engine.real import RealClock, RealFiles, RealRandomness
+from lowwater.engine.scan import is_frame
+from lowwater.engine.tickets import Ticket
+from lowwater.errors import Closed, Corrupt, InputError, InvalidConfig, InvalidEntry, LogPoisoned
 
 
 def put(number: int) -> Put:
@@ -185,3 +194,170 @@ def test_data_that_looks_like_frames_everywhere_is_judged_in_seconds(tmp_path: P
         file.write(b"\xff")
     with pytest.raises(Corrupt):
         Log.open(tmp_path / "log")
+
+
+def test_reopening_after_a_kill_keeps_what_it_writes_again(tmp_path: Path) -> None:
+    """Repair rewrites what lies above the hint, from wherever that ends, in parts: a write that zeroes the
+    rest of its last block would take acknowledged entries with it."""
+    with Log.open(tmp_path / "log", options=LogOptions(sync_mode="fdatasync")) as log:
+        log.append(put(1))
+    hint = (tmp_path / "log" / "hint").read_bytes()
+    log = Log.open(tmp_path / "log", options=LogOptions(sync_mode="fdatasync"))
+    for number in range(2, 50):
+        log.append(Put("bucket", f"key-{number}", bytes([number]) * 70_001))
+    shutil.copytree(tmp_path / "log", tmp_path / "killed")
+    log.close()
+    (tmp_path / "killed" / "hint").write_bytes(hint)
+    for _ in range(2):
+        with Log.open(tmp_path / "killed") as log:
+            assert [entry.key for entry in log.read(2)] == [f"key-{number}" for number in range(1, 50)]
+            assert not list(log.check())
+
+
+def test_a_forked_child_does_not_keep_the_log_locked(tmp_path: Path) -> None:
+    """The lock is shared with it: a worker that lives on would keep everybody out."""
+    log = Log.open(tmp_path / "log")
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    with pytest.raises(InputError):
+        Log.open(tmp_path / "log")
+    log.close()
+    Log.open(tmp_path / "log").close()
+    os.close(write_end)
+    os.waitpid(child, 0)
+    os.close(read_end)
+
+
+class _InterruptedDeque(deque[Piece]):
+    """Ctrl-C comes when a call returns."""
+
+    interrupt = False
+
+    def popleft(self) -> Piece:
+        piece = super().popleft()
+        if self.interrupt and threading.current_thread() is threading.main_thread():
+            self.interrupt = False
+            raise KeyboardInterrupt
+        return piece
+
+
+def test_an_interrupt_while_a_batch_is_taken_leaves_nobody_waiting() -> None:
+    """What was neither in the queue nor in flight was settled by nobody, and its threads waited for ever."""
+    log = Log.open(None)
+    queue = _InterruptedDeque()
+    log.wal._queue = queue
+    queue.interrupt = True
+    ticket = Ticket(0)
+    ticket.future = Future()
+    log.wal._enqueue(log._build([put(1)]), ticket, None)  # somebody's, in front of ours
+    with pytest.raises(KeyboardInterrupt):
+        log.append(put(2))
+    with pytest.raises(LogPoisoned):
+        ticket.future.result(10)
+    log.close()
+
+
+def test_an_interrupt_after_the_lead_was_handed_over_leaves_the_next_leader_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing must still wait for that leader's write."""
+    log = Log.open(None)
+    hand_over = log.wal._hand_over
+
+    def interrupted() -> None:
+        hand_over()
+        log.wal._leading = True  # another thread takes it as soon as the lock is free
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(log.wal, "_hand_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        log.append(put(1))
+    assert isinstance(log.wal.failure, LogPoisoned)
+    assert log.wal._leading
+    log.wal._leading = False
+    log.close()
+
+
+def test_an_interrupted_close_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the directory stays locked until the process ends."""
+    log = Log.open(tmp_path / "log")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log.wal._writer, "stop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            log.close()
+    with pytest.raises(Closed):
+        log.append(put(1))
+    log.close()
+    Log.open(tmp_path / "log").close()
+
+
+def test_a_file_that_shrinks_under_a_search_has_no_frame_there() -> None:
+    """Another process may cut it off between the question for its size and the read."""
+
+    class Shorter:
+        def read_at(self, offset: int, size: int) -> bytes:
+            return bytes(10)
+
+    assert not is_frame(Shorter(), 100, 1000)
+
+
+@pytest.mark.parametrize("way", ["threads", "plain", "reopened", "behind"])
+def test_a_footer_is_the_same_however_it_was_built(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the segment was written, in windows as they came, or from the file at the end."""
+
+    class Still(RealClock):
+        def now_us(self) -> int:
+            return 1_700_000_000_000_000
+
+    class Fixed(RealRandomness):
+        def token(self, size: int) -> bytes:
+            return bytes(range(size))
+
+    def hashes(way: str) -> list[str]:
+        files = MemoryFiles()
+        seams = Seams(files=files, clock=Still(), randomness=Fixed())
+        log = Log.open("log", seams=seams, options=LogOptions(segment_bytes=3 * 2**20))
+        with monkeypatch.context() as patch:
+            if way == "plain":
+                patch.setattr(store, "vectorised", lambda: None)
+                patch.setattr(footer, "vectorised", lambda: None)
+            elif way == "behind":
+                patch.setattr(store.SegmentStore, "_read_step", _only_at_the_end)
+            rng = random.Random(7)
+            for number in range(90):
+                entries: list[Put | Delete] = [
+                    Put("bucket", f"key-{rng.randrange(99)}", rng.randbytes(rng.randrange(3000)))
+                    for _ in range(50)
+                ]
+                entries.append(Delete("bucket", f"key-{number}"))
+                log.append(*entries)
+                if way == "reopened" and number == 20:
+                    log.close()
+                    log = Log.open("log", seams=seams)
+            log.seal()
+            log.close()
+        names = [name for name in files.list("log") if name.startswith("segment-")]
+        assert len(names) > 1
+        return [blake3(read_whole(files, f"log/{name}")).hexdigest() for name in names]
+
+    assert hashes(way) == hashes("threads")
+
+
+_read_step = store.SegmentStore._read_step
+
+
+def _only_at_the_end(self: store.SegmentStore, least_bytes: int = store.READ_BYTES) -> bool:
+    return least_bytes == 1 and _read_step(self, least_bytes)
+
+
+def read_whole(files: MemoryFiles, path: str) -> bytes:
+    file = files.open(path)
+    return file.read_at(0, file.size())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lowwater.engine.chain import seal_entry, settings_entry
+from lowwater.engine.chain import create_entry, seal_entry, settings_entry
 from lowwater.engine.check import (
     Finding,
     Progress,
@@ -21,21 +21,25 @@ from lowwater.engine.check import (
     require_log,
 )
 from lowwater.engine.compress import compress_segment
+from lowwater.engine.describe import describe_segment
 from lowwater.engine.directory import Hint, read_hint, read_sealed, segment_name, write_hint
-from lowwater.engine.entries import Put
+from lowwater.engine.entries import Control, Put
 from lowwater.engine.format import (
     FRAME_BYTES,
     HEADER_BYTES,
     TRAILER_BYTES,
+    Extras,
+    Kind,
     SegmentHeader,
     encode_frames,
+    encode_payload,
     frame_checksum,
 )
 from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.real import RealFiles
 from lowwater.engine.scan import scan_frames
 from lowwater.engine.testing.damage import current_path, flip, make_log, read, seqs_of, truncate, write
-from lowwater.errors import NotFound
+from lowwater.errors import Corrupt, NotFound, NotLowwater
 
 FILES = RealFiles()
 
@@ -307,6 +311,110 @@ def test_a_segment_that_is_cut_by_other_settings_is_found(directory: str) -> Non
     assert finding.seq == header.seq_first
 
 
+def change_header(path: str, **changes: object) -> None:
+    """Another header, and a checksum over it that is right."""
+    data = read(path)
+    header = SegmentHeader.decode(data[:HEADER_BYTES])._replace(**changes)  # type: ignore[arg-type]
+    write(path, header.encode() + data[HEADER_BYTES:])
+
+
+CREATE = create_entry(bytes(range(16)), bytes(16))
+FORK = Control(Kind.FORK, {"cluster_id": bytes(16), "epoch": 2})
+OTHERS = [{"cluster_id": b"\1" * 16}, {"epoch": 9}, {"block_bytes": 2048}]
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=lambda changes: next(iter(changes)))
+@pytest.mark.parametrize("first", ["create", "fork"])
+def test_a_header_that_contradicts_its_first_entry_is_found(
+    tmp_path: Path, first: str, changes: dict[str, object]
+) -> None:
+    """Two owners of one segment: readers of the header and of the entries would be in different clusters."""
+    directory = str(tmp_path / "log")
+    with Log.open(directory, create=CREATE) as log:
+        if first == "fork":
+            log.seal()
+            log.append(FORK)
+    assert list(check_directory(FILES, directory)) == []
+    change_header(current_path(directory), **changes)
+    what = "cut by other settings" if first == "fork" and "block_bytes" in changes else "different clusters"
+    found(directory, what, where=current_path(directory))
+    with pytest.raises(Corrupt, match=what):
+        Log.open(directory)
+
+
+@pytest.mark.parametrize("changes", OTHERS[:2], ids=lambda changes: next(iter(changes)))
+def test_a_refused_fork_does_not_hide_a_change_of_owner(tmp_path: Path, changes: dict[str, object]) -> None:
+    """It sets nothing, so what the header says comes from nowhere."""
+    directory = str(tmp_path / "log")
+    refused = encode_payload(Kind.FORK, b"", b"", b"", b"", time_us=0, extras=Extras(refused=1))
+    with Log.open(directory, create=CREATE) as log:
+        log.seal()
+        log.append_payloads([refused])
+    assert list(check_directory(FILES, directory)) == []
+    change_header(current_path(directory), **changes)
+    found(directory, "another cluster or epoch", where=current_path(directory))
+    with pytest.raises(Corrupt, match="another cluster or epoch"):
+        Log.open(directory)
+    # The same in a segment that is complete, where nothing but the check looks at all of them.
+    seal = seal_entry(3).encode(2**51)
+    end = body_end(current_path(directory))
+    data = read(current_path(directory))[:end] + encode_frames([4], [seal], [len(seal)])
+    os.remove(current_path(directory))
+    write(f"{directory}/{segment_name(3, 4, sealed=False)}", data)
+    found(directory, "another cluster or epoch")
+
+
+def test_a_fork_whose_epoch_does_not_rise_is_found(tmp_path: Path) -> None:
+    """Two owners of one epoch could not be told apart."""
+    directory = str(tmp_path / "log")
+    with Log.open(directory, create=CREATE) as log:
+        log.seal()
+        log.append(FORK)
+        assert log.chain.epoch == 2
+    path = current_path(directory)
+    payload = Control(Kind.FORK, {"cluster_id": bytes(16), "epoch": 1}).encode(2**51)
+    frame = encode_frames([3], [payload], [len(payload)])
+    header = SegmentHeader.decode(read(path)[:HEADER_BYTES])._replace(epoch=1)
+    write(path, header.encode() + frame + bytes(4096))
+    found(directory, "epoch does not rise", where=path)
+    with pytest.raises(Corrupt, match="epoch does not rise"):
+        Log.open(directory)
+
+
+PUT = Put("b", "k", b"v", {"a": "b"}).encode(0)
+# Bucket and key are 41 and 42 bytes after the beginning of the frame, metadata from 43 on.
+UNREADABLE = [
+    (PUT[:25] + b"\xff" + PUT[26:], "not UTF-8"),
+    (PUT[:26] + b"\xff" + PUT[27:], "not UTF-8"),
+    (PUT[:27] + b"\xff" + PUT[28:], "not CBOR"),
+    (PUT[:27] + b"\x83" + PUT[28:], "metadata is not"),
+    (PUT[:2] + b"\1" + PUT[3:], "code of two bytes"),
+]
+
+
+@pytest.mark.parametrize(("payload", "what"), UNREADABLE)
+def test_an_entry_that_cannot_be_decoded_is_found_with_its_place(
+    tmp_path: Path, payload: bytes, what: str
+) -> None:
+    """Its checksum is right, and nobody can read past it: in a sealed segment, and in one that is open."""
+    directory = str(tmp_path / "log")
+    good = Put("b", "k", bytes(2**19)).encode(0)
+    with Log.open(directory) as log:
+        log.append_payloads([good, good, payload, PUT, payload, PUT], trusted=True)
+        assert [finding.seq for finding in log.check()] == [4, 6]
+        log.append_payloads([seal_entry(1).encode(0)])
+        log.append_payloads([payload], trusted=True)
+    places = []
+    for finding in check_directory(FILES, directory):
+        assert what in finding.what
+        assert finding.hint
+        assert finding.offset is not None
+        assert read(finding.where)[finding.offset :][:8] == (finding.seq or 0).to_bytes(8, "little")
+        places.append((finding.where, finding.seq))
+    (path,) = sealed(directory)
+    assert places == [(path, 4), (path, 6), (current_path(directory), 9)]
+
+
 def test_settings_that_were_changed_in_the_log_are_no_finding(tmp_path: Path) -> None:
     """The chain goes from one setting to the next by the entry that changed it."""
     directory = str(tmp_path / "log")
@@ -419,6 +527,15 @@ def test_what_is_no_segment_is_told_so(tmp_path: Path) -> None:
     assert finding.what == "the file is empty"
     (finding,) = check_segment(FILES, str(tmp_path / "missing.log"))
     assert "there is nothing there" in finding.what
+
+
+def test_a_strange_file_is_not_said_to_be_cut_off(tmp_path: Path) -> None:
+    """Only what has the header of a segment can have lost its trailer."""
+    path = f"{tmp_path}/{segment_name(1, 2)}"
+    for size in (0, 1, 200, 5000):
+        write(path, b"x" * size)
+        for findings in (list(check_segment(FILES, path)), describe_segment(FILES, path).findings):
+            assert [finding.hint for finding in findings] == [NotLowwater.default_hint], size
 
 
 def test_a_directory_without_a_log_is_told_so(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_levels_change_stored_bytes_and_nothing_else() -> None:
 def test_only_sealed_segments_are_compressed() -> None:
     """What may still grow has no place in an archive."""
     for raw, error in (
-        (RAW[:-1], NotLowwater),
-        (RAW[:3000], NotLowwater),
+        (RAW[:-1], Corrupt),
+        (RAW[:3000], Corrupt),
         (b"", NotLowwater),
         (STORED, NotLowwater),
     ):

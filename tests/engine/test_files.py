@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from lowwater.chaos.disk import FaultyFiles
 from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.real import RealFiles
+from lowwater.engine.real import BLOCK_BYTES, STAGING_BYTES, RealFile, RealFiles, SequentialFile
 from lowwater.engine.seams import Files, SyncMode, write_all
 from lowwater.engine.testing.files import FilesConformance, Place
 
@@ -30,6 +33,56 @@ class TestRealFiles(FilesConformance):
     @pytest.fixture
     def place(self, tmp_path: Path) -> Place:
         return RealFiles(), str(tmp_path)
+
+
+class TrimmedFile(SequentialFile):
+    """One that takes back the zeros behind a write: `sequential` allows them, the suite does not."""
+
+    __slots__ = ()
+
+    def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
+        size = self.size()
+        count = super().write_at(offset, buffers, sync)
+        if count:
+            os.ftruncate(self._fd, max(size, offset + count))
+        return count
+
+
+class TrimmedFiles(RealFiles):
+    def open(
+        self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+    ) -> RealFile:
+        file = super().open(path, write=write, create=create, sequential=True)
+        if isinstance(file, SequentialFile):
+            file.__class__ = TrimmedFile
+        return file
+
+
+class TestSequentialFiles(FilesConformance):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        return TrimmedFiles(), str(tmp_path)
+
+    def test_a_write_lands_at_its_offset_and_nowhere_else(self, place: Place) -> None:
+        """Of a sequential file this holds where nothing but zeros follows."""
+        files, directory = place
+        file = files.open(f"{directory}/a", create=True)
+        file.write_at(0, [b"012", bytes(7)])
+        assert file.write_at(3, [b"ab", b"", b"c"]) == 3
+        assert file.read_at(0, 100) == b"012abc" + bytes(4)
+        assert file.size() == 10
+
+    def test_rename_replaces_and_open_handles_go_on(self, place: Place) -> None:
+        """The same, where each write begins at the end of the one before it."""
+        files, directory = place
+        old = files.open(f"{directory}/old", create=True)
+        new = files.open(f"{directory}/new", create=True)
+        old.write_at(0, [b"from old"])
+        new.write_at(0, [b"from new"])
+        files.rename(f"{directory}/old", f"{directory}/new")
+        assert new.read_at(0, 10) == b"from new"
+        old.write_at(8, [b" on"])
+        assert files.open(f"{directory}/new").read_at(0, 20) == b"from old on"
 
 
 class TestMemoryFiles(FilesConformance):
@@ -134,5 +187,92 @@ def test_a_file_can_grow_while_other_threads_read_it(
         for thread in readers:
             thread.join()
         sys.setswitchinterval(interval)
+    writer.close()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("faults", ["none", "short", "einval", "enospc"])
+def test_a_sequential_file_holds_what_a_plain_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: str, seed: int
+) -> None:
+    """However its writes fall on blocks, are cut short or refused: what it holds, and zeros behind that."""
+    rng = random.Random(f"{faults} {seed}")
+    pwritev = os.pwritev
+
+    def faulty(fd: int, buffers: Sequence[bytes], offset: int, flags: int = 0) -> int:
+        if faults == "einval" and len(buffers) == 1 and isinstance(buffers[0], memoryview):
+            raise OSError(errno.EINVAL, "no direct writes here")
+        if faults == "enospc" and rng.random() < 0.2:
+            raise OSError(errno.ENOSPC, "no room")
+        if faults == "short" and rng.random() < 0.5:
+            data = b"".join(buffers)
+            aligned = isinstance(buffers[0], memoryview)
+            count = len(data) // 2 // 512 * 512 if aligned else -(-len(data) // 2)
+            # A direct write needs aligned memory: an aligned part of the same.
+            if count:
+                return pwritev(fd, [memoryview(buffers[0])[:count]] if aligned else [data[:count]], offset)
+        return pwritev(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "pwritev", faulty)
+    files, path = RealFiles(), str(tmp_path / "a")
+    file = files.open(path, create=True, sequential=True)
+    reader = files.open(path)
+    held = bytearray()
+    zeroed = 0
+    most = STAGING_BYTES - 2 * BLOCK_BYTES
+    for _ in range(30):
+        action = rng.random()
+        if action < 0.75:
+            sizes = (0, 1, rng.randrange(600), rng.randrange(9000), BLOCK_BYTES, most + rng.randrange(-1, 2))
+            data = rng.randbytes(rng.choices(sizes, (1, 1, 5, 5, 2, 1))[0])
+            middle = rng.randrange(len(data) + 1)
+            modes: list[SyncMode] = ["none", "fdatasync", "fsync"]
+            try:
+                write_all(file, len(held), [data[:middle], data[middle:]], rng.choice(modes))
+                held += data
+            except OSError:
+                file.truncate(len(held))
+        elif action < 0.85 and faults != "enospc":
+            start = max(zeroed, len(held))
+            zeroed = start + rng.randrange(1, 20_000)
+            write_all(file, start, [bytes(zeroed - start)])
+        elif action < 0.95:
+            file.close()
+            file = files.open(path, write=True, sequential=True)
+        else:
+            del held[rng.randrange(len(held) + 1) :]
+            file.truncate(len(held))
+            zeroed = 0
+        for reads in (file, reader):
+            found = reads.read_at(0, reads.size())
+            assert found[: len(held)] == held
+            assert not any(found[len(held) :])
+    file.close()
+
+
+def test_readers_see_what_went_past_the_page_cache(tmp_path: Path) -> None:
+    """What is durable is read through the cache, while the next write replaces its last block."""
+    files, path = RealFiles(), str(tmp_path / "a")
+    writer = files.open(path, create=True, sequential=True)
+    durable_bytes = 0
+    wrong: list[object] = []
+
+    def read() -> None:
+        reader = files.open(path)
+        while durable_bytes < 400_000 and not wrong:
+            end = durable_bytes
+            start = max(0, end // 10 * 10 - 9000)
+            data = reader.read_at(start, end - start)
+            if data != (b"0123456789" * 1000)[: end - start]:
+                wrong.append((start, end, data))
+        reader.close()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while durable_bytes < 400_000:
+        write_all(writer, durable_bytes, [b"0123456789" * 37], "fdatasync")
+        durable_bytes += 370
+    thread.join()
     writer.close()
     assert wrong == []

@@ -47,6 +47,7 @@ fuzz = _load(TESTS / "fuzz" / "fuzz_decoders.py")
 make = _load(TESTS / "golden" / "make.py")
 
 u64 = st.integers(0, format.SEQ_MAX)
+times = st.integers(0, format.TIME_US_MAX)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 metadata = st.dictionaries(texts, texts, max_size=5)
 values = st.binary(max_size=200)
@@ -78,7 +79,7 @@ def extras(draw: st.DrawFn) -> Extras:
 # ---------------------------------------------------------------------------- round trips
 
 
-@given(st.sampled_from(Kind), texts, texts, metadata, values, u64, u64, extras(), u64)
+@given(st.sampled_from(Kind), texts, texts, metadata, values, times, u64, extras(), u64)
 def test_every_payload_comes_back_as_it_was_encoded(
     kind: Kind,
     bucket: str,

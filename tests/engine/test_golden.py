@@ -139,7 +139,7 @@ def test_the_golden_files_hold_every_kind_every_flag_and_a_chain() -> None:
     assert max(entry["seq"] for entry in entries) == format.SEQ_MAX
     assert len([path for path in SEALED if path.startswith("chain/")]) == 3
     assert {EXPECTED[path]["error"] for path in REFUSED} == set(ERRORS)
-    assert len(REFUSED) == 13
+    assert len(REFUSED) == 15
 
 
 @pytest.mark.parametrize("batches", ["one by one", "all at once"])

@@ -14,7 +14,7 @@ import pytest
 from lowwater.engine import format
 from lowwater.engine.chain import create_entry, seal_entry, settings_entry
 from lowwater.engine.entries import Control, CreateBucket, Delete, DeleteBucket, Put
-from lowwater.engine.format import Kind
+from lowwater.engine.format import Extras, Kind, ValueRef
 from lowwater.engine.log import Log, LogOptions
 from lowwater.errors import (
     Corrupt,
@@ -219,6 +219,81 @@ def test_a_payload_that_is_none_is_refused(log: Log, payload: bytes) -> None:
         with pytest.raises(LowwaterError):
             log.append_payloads(payloads)
         assert log.seq_last == 10
+
+
+def payload_of(kind: Kind, bucket: bytes = b"", key: bytes = b"", value: bytes = b"", **more: Any) -> bytes:
+    metadata = format.encode_metadata(more.pop("metadata", None))
+    extras = Extras(**more) if more else format.NO_EXTRAS
+    return format.encode_payload(kind, bucket, key, metadata, value, time_us=1, extras=extras)
+
+
+REFERENCE = ValueRef(1, 1, bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        (payload_of(Kind.DELETE, b"b", b"k", b"v"), "value"),
+        (payload_of(Kind.DELETE, b"b", b"k", metadata={"a": "b"}), "metadata"),
+        (payload_of(Kind.DELETE, b"b", b"k", metadata={"a": "b"}, refused=1), "metadata"),
+        (payload_of(Kind.CREATE_BUCKET, b"b", b"k"), "key"),
+        (payload_of(Kind.DELETE_BUCKET, b"b", b"k"), "key"),
+        (payload_of(Kind.CREATE_BUCKET, b"b", value=b"v"), "value"),
+        (payload_of(Kind.DELETE_BUCKET, b"b", value=b"v"), "value"),
+        (payload_of(Kind.BEGIN, b"b"), "bucket"),
+        (payload_of(Kind.COMMIT, b"", b"k"), "key"),
+        (payload_of(Kind.NOOP, b"b"), "bucket"),
+        (payload_of(Kind.SEAL, b"", b"k"), "key"),
+        (payload_of(Kind.PUT, b"b", b"k", value_ref=REFERENCE), "reference"),
+        (payload_of(Kind.APPEND, b"b", value_ref=REFERENCE, stream_offset=0), "reference"),
+        (payload_of(Kind.NOOP, value_ref=REFERENCE), "reference"),
+        (payload_of(Kind.PUT, b"b", b"k", stream_offset=0), "offset"),
+        (payload_of(Kind.NOOP, stream_offset=0), "offset"),
+        (payload_of(Kind.CREATE, refused=1), "refusal"),
+        (GOOD[:16] + b"\x80" + GOOD[17:], "2\\^63"),
+    ],
+)
+def test_a_payload_with_parts_that_its_kind_does_not_have_is_refused(
+    log: Log, payload: bytes, what: str
+) -> None:
+    """Readers may refuse it, and then nobody can read past it."""
+    with pytest.raises(InvalidEntry, match=what) as raised:
+        log.append_payloads([GOOD, payload])
+    assert raised.value.hint
+    assert log.seq_last == 10
+
+
+def test_a_payload_with_all_parts_that_its_kind_has_is_taken() -> None:
+    """What is refused where it is not allowed is needed where it is."""
+    payloads = [
+        payload_of(Kind.CREATE_BUCKET, b"b"),
+        payload_of(Kind.COPY, b"b", b"k", value_ref=REFERENCE, metadata={"a": "b"}),
+        payload_of(Kind.DELETE, b"b", b"k"),
+        payload_of(Kind.DELETE, b"b", b"k", refused=1),
+        payload_of(Kind.DELETE, b"b", b"k", before=b"v"),
+        payload_of(Kind.APPEND, b"b", b"k", b"v", stream_offset=0),
+        payload_of(Kind.APPEND, b"b", refused=1),
+        payload_of(Kind.BEGIN, session=1),
+        payload_of(Kind.NOOP, refused=1),
+        GOOD[:9] + b"\xff" * 7 + b"\x7f" + GOOD[17:],
+    ]
+    with Log.open(None) as log:
+        assert log.append_payloads(payloads) == 11
+        assert list(log.check()) == []
+
+
+@pytest.mark.parametrize("size", [128, 200, 319, 320, -192, -1, 1, 192], ids=str)
+def test_a_segment_that_was_cut_off_or_added_to_is_damage_and_no_strange_file(
+    closed: Path, size: int
+) -> None:
+    """Its header is ours: to check the path, as for a file of somebody else, would lead nowhere."""
+    for path in (sealed(closed)[0], sealed(closed)[1]):
+        data = path.read_bytes()
+        path.write_bytes(data + bytes(size) if size in (1, 192) else data[:size])
+        error = refused(closed, Corrupt)
+        assert error.path == str(path)
+        assert "restore" in error.hint
+        path.write_bytes(data)
 
 
 @pytest.mark.parametrize(

@@ -450,6 +450,7 @@ def from_the_future() -> Iterator[tuple[str, bytes, bytes]]:
     damaged = bytearray(data)
     damaged[data.index(b"meow")] ^= 0x20
     yield f"damaged/{name}", bytes(damaged), refusal("corrupt", "one bit of a value is not what it was")
+    yield f"cut-off/{name}", data[:-100], refusal("corrupt", "the header is good, and there is no trailer")
 
 
 def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
@@ -483,6 +484,12 @@ def unsealed() -> Iterator[tuple[str, bytes, bytes]]:
     ending = reframe(5, encode(seal(5, 1)))
     why = "a frame follows the one that ends the segment"
     yield *going_on("frame-after-end", ending, after), refusal("corrupt", why)
+    # The epoch that the header names is not the one of the `fork` that begins the segment.
+    first = SegmentHeader.decode(data)._replace(seq_first=5, seq_before=4, time_before_us=TIME_US, epoch=2)
+    fork = reframe(5, encode(entry(5, "fork", body={"cluster_id": CLUSTER_ID, "epoch": 3})))
+    why = "the header names another epoch than the fork"
+    contradicted = first.encode() + fork + bytes(4096 - format.HEADER_BYTES - len(fork))
+    yield "fork-contradicts-header/current.log", contradicted, refusal("corrupt", why)
     # A sealed segment, and not a byte of the one after it.
     specs = minimal()
     ((name, data),) = write_log(specs).items()

@@ -111,10 +111,12 @@ def _print_log(log: LogDescription) -> None:
         click.echo(f"cluster   {log.cluster_id.hex()}, epoch {log.epoch}")
     if log.settings is not None:
         settings = log.settings
+        pages = "the first entry is no longer here"
+        if settings.page_keys is not None:
+            pages = f"{settings.page_keys} keys a page, values inline up to {size(settings.inline_bytes_max)}"
         click.echo(
             f"settings  segments of {size(settings.segment_bytes)}, blocks of {size(settings.block_bytes)}, "
-            f"{_compression(settings.compression)} in the archive, {settings.page_keys} keys a page, "
-            f"values inline up to {size(settings.inline_bytes_max)}"
+            f"{_compression(settings.compression)} in the archive, {pages}"
         )
     if log.seq_first is not None and log.seq_last is not None:
         click.echo(

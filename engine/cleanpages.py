@@ -1,0 +1,87 @@
+"""Decoded pages in memory, under a byte limit.
+
+Always true: a page here is as the page store has it, or newer and about to be there; taking one out loses
+nothing. Pages that were read since the last round stay for another one, so what is read once (a scan, a
+flush) does not push out what is read again and again.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+
+from lowwater.engine.pages import Page
+from lowwater.engine.ranges import Layout
+
+# What a decoded row costs besides its bytes.
+ROW_OVERHEAD_BYTES = 150
+
+
+def page_bytes(page: Page) -> int:
+    return len(page) * ROW_OVERHEAD_BYTES + page.size_bytes
+
+
+class CleanPages:
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Layout, int]] = deque()
+        self._lock = threading.Lock()
+        self.bytes = 0
+        self.bytes_max = 0
+        self.misses = 0
+
+    def add(self, layout: Layout, index: int, page: Page) -> None:
+        """Keep a page that was read from the store."""
+        with self._lock:
+            self.misses += 1
+            if layout.pages[index] is None:
+                self._add(layout, index, page)
+                if self.bytes > self.bytes_max:
+                    self._thin()
+
+    def _add(self, layout: Layout, index: int, page: Page) -> None:
+        layout.pages[index] = page
+        layout.sizes[index] = size = page_bytes(page)
+        self._queue.append((layout, index))
+        self.bytes += size
+
+    def adopt(self, layout: Layout) -> None:
+        """A layout whose pages are in the store now: so many stay in memory as fit."""
+        with self._lock:
+            for index, page in enumerate(layout.pages):
+                if page is None:
+                    continue
+                if self.bytes < self.bytes_max:
+                    self._add(layout, index, page)
+                else:
+                    layout.pages[index] = None
+
+    def forget(self, layout: Layout) -> None:
+        """A layout that is no longer in force."""
+        with self._lock:
+            self.bytes -= sum(layout.sizes)
+            layout.sizes = array("Q", bytes(8 * len(layout.keys)))
+            layout.pages = [None] * len(layout.keys)
+
+    def _thin(self) -> None:
+        """With the lock: take pages out, the ones longest here first, until they fit."""
+        rounds = 2 * len(self._queue)
+        while self.bytes > self.bytes_max and rounds and self._queue:
+            rounds -= 1
+            layout, index = self._queue.popleft()
+            if not layout.sizes[index]:
+                continue
+            if layout.used[index]:
+                layout.used[index] = 0
+                self._queue.append((layout, index))
+            else:
+                layout.pages[index] = None
+                self.bytes -= layout.sizes[index]
+                layout.sizes[index] = 0
+
+    def limit(self, bytes_max: int) -> None:
+        """Change how much there may be."""
+        with self._lock:
+            self.bytes_max = bytes_max
+            if self.bytes > bytes_max:
+                self._thin()

@@ -1,0 +1,511 @@
+"""Pages in LMDB: a directory with `data.mdb`, which has all of them, and `lock.mdb`, LMDB's own.
+
+Always true:
+  - the directory has its name only once the store in it is whole and durable, so a directory without a
+    store is damage, and never a beginning;
+  - a read transaction lives within one call, behind the gate; LMDB's map is replaced only while the gate
+    is shut and nobody is behind it. LMDB does not check that: a reader of the old map reads unmapped memory;
+  - the file holds every page that LMDB counts, so no read runs beyond its end, which would be a SIGBUS;
+  - nothing here depends on who else has the store open, except that only one process may write: the lock
+    of the log's directory sees to that. LMDB's own locks cover readers in other processes.
+
+What this cannot do: LMDB trusts what it maps. A bad sector under the map ends the process with SIGBUS, and
+a flipped bit in LMDB's own tree can do worse than raise. Values are not checked by LMDB at all: a page has
+its own checksum. `lmdb.verify` reads a file that nobody trusts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+import lmdb
+from lmdb.verify import VerifyError, verify
+
+from lowwater.engine.directory import typed_errors
+from lowwater.engine.pagestore import check_write, write_failure
+from lowwater.engine.real import RealFiles
+from lowwater.errors import (
+    Busy,
+    Closed,
+    Corrupt,
+    DirectoryLocked,
+    DirectoryNotWritable,
+    DiskFailed,
+    DiskFull,
+    InternalError,
+    LogPoisoned,
+    LowwaterError,
+    NewerVersion,
+    NotFound,
+    NotLowwater,
+)
+
+T = TypeVar("T")
+
+DATA = "data.mdb"
+LOCK = "lock.mdb"
+NEW = ".new"
+# Stands in the unnamed database, beside the names of the others.
+FORMAT_KEY = b"lowwater.pages"
+FORMAT = b"1"
+NAMES = (b"pages", b"references", b"meta")
+
+READERS_MAX = 126
+# The rest of LMDB's reader slots are for tools in other processes.
+READERS_HERE_MAX = 100
+MAP_BYTES_INITIAL = 64 * 2**20
+GROWTH_BYTES_MIN = 64 * 2**20
+MAP_BYTES_MAX = 2**40
+# A run of keys takes well below a millisecond.
+RUN_KEYS = 1000
+
+_DAMAGE_HINT = "pages are made from the log and from checkpoints: move this directory away, and recover"
+
+
+class Gate:
+    """Many pass at a time, or one alone. It costs a reader two uncontended locks."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._inside = 0
+        self._waiting = 0
+        self._shut = False
+        self.closed = False
+
+    def enter(self) -> None:
+        with self._lock:
+            while self._shut or self.closed or self._inside >= READERS_HERE_MAX:
+                if self.closed:
+                    raise Closed("the page store is closed", path=self._path)
+                self._wait()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._waiting:
+                self._condition.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody is behind the gate while the block runs. Only one thread at a time may ask for that."""
+        with self._condition:
+            assert not self._shut, "two threads shut the gate"
+            self._shut = True
+            try:
+                while self._inside:
+                    self._wait()
+            except BaseException:
+                self._shut = False
+                self._condition.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._shut = False
+                self._condition.notify_all()
+
+    def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            self._condition.wait()
+        finally:
+            self._waiting -= 1
+
+
+class LmdbPages:
+    """Use `LmdbPages.open`."""
+
+    def __init__(self, path: str, *, read_only: bool, map_bytes: int, map_bytes_max: int) -> None:
+        self.path = path
+        self.read_only = read_only
+        self._map_bytes_max = map_bytes_max
+        self._gate = Gate(path)
+        # Held by who writes or replaces the map; taken before the gate is shut.
+        self._writing = threading.Lock()
+        self._failure: LogPoisoned | None = None
+        self._generation = 0
+        self._environment = _open_environment(path, read_only=read_only, map_bytes=map_bytes)
+        try:
+            # Before anything looks at a page.
+            self._require_whole_file()
+            self._open_databases()
+            # Slots of readers that were killed keep pages from being reused.
+            self._environment.reader_check()
+        except BaseException:
+            self._environment.close()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        read_only: bool = False,
+        map_bytes: int = MAP_BYTES_INITIAL,
+        map_bytes_max: int = MAP_BYTES_MAX,
+    ) -> LmdbPages:
+        """Open the store in this directory, or make one where there is none. `read_only` is for tools,
+        also beside a running engine: it makes nothing, and raises NotFound where there is nothing.
+        The map begins with room for `map_bytes`, or for what is there, and grows up to `map_bytes_max`."""
+        path = os.path.abspath(path)
+        with typed_errors(path, "open the page store"):
+            if not os.path.isdir(path) or (not read_only and not os.listdir(path)):
+                if read_only:
+                    raise NotFound("there is no page store", path=path)
+                _create(path)
+            data = f"{path}/{DATA}"
+            if not os.path.exists(data) or not os.path.getsize(data):
+                raise Corrupt("the file with all pages is missing or empty", path=data, hint=_DAMAGE_HINT)
+            used = os.path.getsize(data)
+            wanted = (
+                max(map_bytes, used + _growth(used)) if used + GROWTH_BYTES_MIN > map_bytes else map_bytes
+            )
+            wanted = min(wanted, max(map_bytes_max, used))
+            with _translated(path, "open the page store"):
+                return cls(path, read_only=read_only, map_bytes=wanted, map_bytes_max=map_bytes_max)
+
+    # ------------------------------------------------------------------------ reading
+
+    def get(self, key: bytes) -> bytes | None:
+        gate = self._gate
+        gate.enter()
+        try:
+            transaction = self._begin(self._pages)
+            try:
+                return transaction.get(key)
+            finally:
+                transaction.abort()
+        except lmdb.Error as error:
+            failure = error
+        finally:
+            gate.leave()
+        return self._again(failure, lambda transaction: transaction.get(key, db=self._pages))
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        def read(transaction: lmdb.Transaction[bytes]) -> list[bytes | None]:
+            get, pages = transaction.get, self._pages
+            return [get(key, None, pages) for key in keys]
+
+        return self._read(read)
+
+    def page_keys(self) -> Iterator[bytes]:
+        last = b""
+
+        def run(transaction: lmdb.Transaction[bytes]) -> list[bytes]:
+            cursor = transaction.cursor(self._pages)
+            found = cursor.set_range(last) if last else cursor.first()
+            if found and cursor.key() == last:
+                found = cursor.next()
+            return list(islice(cursor.iternext(True, False), RUN_KEYS)) if found else []
+
+        while keys := self._read(run):
+            yield from keys
+            last = keys[-1]
+
+    def read_meta(self) -> dict[bytes, bytes]:
+        return self._read(lambda transaction: dict(transaction.cursor(self._meta)))
+
+    def size_bytes(self) -> int:
+        with typed_errors(self.path, "measure the page store"):
+            return self._read(lambda _: os.path.getsize(f"{self.path}/{DATA}"))
+
+    def used_bytes(self) -> int:
+        """Of every page of LMDB what is not free, except for the list of those that are."""
+
+        def read(transaction: lmdb.Transaction[bytes]) -> int:
+            stats = [transaction.stat(), *map(transaction.stat, self._databases)]
+            pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+            return (pages + 2) * stats[0]["psize"]
+
+        return self._read(read)
+
+    def _read(self, action: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+        try:
+            return self._read_once(action)
+        except lmdb.Error as error:
+            failure = error
+        return self._again(failure, action)
+
+    def _read_once(self, action: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+        self._gate.enter()
+        try:
+            transaction = self._begin()
+            try:
+                return action(transaction)
+            finally:
+                transaction.abort()
+        finally:
+            self._gate.leave()
+
+    def _again(self, failure: lmdb.Error, action: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+        """Deal with the failure of a read, where that is possible, and read again."""
+        with _translated(self.path, "read pages"):
+            while True:
+                generation = self._generation
+                if isinstance(failure, lmdb.MapResizedError):
+                    self._adopt_map(generation)
+                elif isinstance(failure, lmdb.PanicError) and self._failure is not None:
+                    self._revive(generation)
+                elif isinstance(failure, lmdb.ReadersFullError):
+                    self._clear_dead_readers()
+                else:
+                    raise failure
+                try:
+                    return self._read_once(action)
+                except lmdb.Error as error:
+                    # Each of these can happen again only after somebody did something again.
+                    if type(error) is type(failure) and generation == self._generation:
+                        raise
+                    failure = error
+
+    # ------------------------------------------------------------------------ writing
+
+    def write(
+        self,
+        puts: Sequence[tuple[bytes, bytes]],
+        deletes: Sequence[bytes],
+        meta: Mapping[bytes, bytes | None],
+    ) -> None:
+        check_write(puts, deletes, meta)
+        if self.read_only:
+            raise DirectoryNotWritable("the page store was opened for reading", path=self.path)
+        with self._writing:
+            while True:
+                if self._gate.closed:
+                    raise Closed("the page store is closed", path=self.path)
+                if self._failure is not None:
+                    raise self._failure
+                try:
+                    self._transact(puts, deletes, meta)
+                except lmdb.MapFullError:
+                    self._grow()
+                except lmdb.MapResizedError:
+                    with _translated(self.path, "write pages"), self._gate.alone():
+                        self._set_map(0)
+                except (lmdb.Error, OSError) as error:
+                    self._failure = write_failure(_number(error), self.path)
+                    raise self._failure from error
+                else:
+                    return
+
+    def _transact(
+        self,
+        puts: Sequence[tuple[bytes, bytes]],
+        deletes: Sequence[bytes],
+        meta: Mapping[bytes, bytes | None],
+    ) -> None:
+        with self._environment.begin(db=self._pages, write=True) as transaction:
+            for key in deletes:
+                transaction.delete(key)
+            if puts:
+                transaction.cursor().putmulti(puts)
+            for key, value in meta.items():
+                if value is None:
+                    transaction.delete(key, db=self._meta)
+                else:
+                    transaction.put(key, value, db=self._meta)
+        self._fill_file()
+
+    def _fill_file(self) -> None:
+        """LMDB does not write pages at the end that a transaction took and gave back. A hole stands for
+        them, so that a file that is too short was cut."""
+        wanted = self._counted_bytes()
+        if os.path.getsize(f"{self.path}/{DATA}") < wanted:
+            os.truncate(f"{self.path}/{DATA}", wanted)
+
+    def _grow(self) -> None:
+        now = self._environment.info()["map_size"]
+        wanted = min(now + _growth(now), self._map_bytes_max)
+        if wanted <= now:
+            raise DiskFull(
+                f"the pages have reached their limit of {self._map_bytes_max:,} bytes",
+                path=self.path,
+                hint="raise it, or delete data: this group was not written, a smaller one may still fit",
+            )
+        with self._gate.alone():
+            try:
+                self._set_map(wanted)
+            except lmdb.Error as error:
+                # Not enough address space, most likely. The old map is gone.
+                self._failure = write_failure(_number(error), self.path)
+                self._reopen(now)
+                raise self._failure from error
+
+    def _adopt_map(self, generation: int) -> None:
+        """Another process has written beyond the map that this one has."""
+        with self._writing, self._gate.alone():
+            if generation == self._generation and not self._gate.closed:
+                self._set_map(0)
+
+    def _revive(self, generation: int) -> None:
+        """LMDB refuses reads too when it could not write its root. The file is whole: open it again."""
+        with self._writing, self._gate.alone():
+            if generation == self._generation and not self._gate.closed:
+                self._reopen(self._environment.info()["map_size"])
+
+    def _reopen(self, map_bytes: int) -> None:
+        self._environment.close()
+        with _translated(self.path, "open the page store again"):
+            self._environment = _open_environment(self.path, read_only=True, map_bytes=map_bytes)
+            self._open_databases()
+        self._generation += 1
+
+    def _clear_dead_readers(self) -> None:
+        self._gate.enter()
+        try:
+            self._environment.reader_check()
+        finally:
+            self._gate.leave()
+
+    def _set_map(self, size: int) -> None:
+        self._environment.set_mapsize(size)
+        self._generation += 1
+
+    # ------------------------------------------------------------------------ opening and closing
+
+    def close(self) -> None:
+        with self._writing:
+            if not self._gate.closed:
+                with self._gate.alone():
+                    self._gate.closed = True
+                    self._environment.close()
+
+    def _open_databases(self) -> None:
+        environment = self._environment
+        with environment.begin() as transaction:
+            found = transaction.get(FORMAT_KEY)
+        if found is None:
+            raise NotLowwater("this is an LMDB database, but not one of Lowwater", path=self.path)
+        if found != FORMAT:
+            raise NewerVersion(f"the page store has format {found!r}, and not {FORMAT!r}", path=self.path)
+        self._databases = [environment.open_db(name, create=False) for name in NAMES]
+        self._pages, _, self._meta = self._databases
+        self._begin = environment.begin
+
+    def _counted_bytes(self) -> int:
+        page_bytes: int = self._environment.stat()["psize"]
+        return (self._environment.info()["last_pgno"] + 1) * page_bytes
+
+    def _require_whole_file(self) -> None:
+        """Short is a file that was cut, or one whose writer died between a commit and `_fill_file`. In the
+        latter nothing is missing that is in use, which takes a walk through all of it to know."""
+        if os.path.getsize(f"{self.path}/{DATA}") >= self._counted_bytes():
+            return
+        try:
+            findings = verify(self.path)  # type: ignore[no-untyped-call]
+        except VerifyError as error:
+            findings = [str(error)]
+        # A running engine may have filled it meanwhile.
+        if findings and os.path.getsize(f"{self.path}/{DATA}") < self._counted_bytes():
+            raise Corrupt(
+                f"the file with all pages was cut: {findings[0]}",
+                path=f"{self.path}/{DATA}",
+                hint=_DAMAGE_HINT,
+            )
+        if not self.read_only:
+            self._fill_file()
+
+
+def _growth(now: int) -> int:
+    """In whole pages of any machine."""
+    return max(GROWTH_BYTES_MIN, now // 4) // 65536 * 65536
+
+
+def _open_environment(path: str, *, read_only: bool, map_bytes: int) -> lmdb.Environment:
+    return lmdb.open(
+        path,
+        map_size=map_bytes,
+        readonly=read_only,
+        create=False,
+        sync=True,
+        metasync=True,
+        writemap=False,
+        readahead=False,
+        max_dbs=8,
+        max_readers=READERS_MAX,
+        # Nobody writes where there is no lock file, and a tool must not make one.
+        lock=not read_only or os.path.exists(f"{path}/{LOCK}"),
+        # LMDB 0.9's format, whatever the environment variables say.
+        lib_version=0,
+    )
+
+
+def _create(path: str) -> None:
+    """Make an empty store beside its place, durably, and then move it there."""
+    files = RealFiles()
+    new = path + NEW
+    if os.path.exists(new):
+        for name in (DATA, LOCK):
+            if os.path.exists(f"{new}/{name}"):
+                files.remove(f"{new}/{name}")
+    files.make_directory(new)
+    with _translated(new, "make the page store"):
+        environment = _open_environment(new, read_only=False, map_bytes=MAP_BYTES_INITIAL)
+        try:
+            with environment.begin(write=True) as transaction:
+                for table in NAMES:
+                    environment.open_db(table, txn=transaction)
+                transaction.put(FORMAT_KEY, FORMAT)
+        finally:
+            environment.close()
+    files.sync_directory(new)
+    files.rename(new, path)
+    files.sync_directory(os.path.dirname(path))
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+def _number(error: lmdb.Error | OSError) -> int:
+    """The errno, or 0: LMDB's own codes are negative."""
+    number = error.errno if isinstance(error, OSError) else error.code
+    return max(0, number or 0)
+
+
+@contextmanager
+def _translated(path: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        raise _typed(error, path, doing) from error
+
+
+def _typed(error: lmdb.Error, path: str, doing: str) -> LowwaterError:
+    number = _number(error)
+    where: dict[str, Any] = {"path": path}
+    if "already open in this process" in str(error):
+        hint = "this process has it open: share that store, or close it first"
+        return DirectoryLocked(f"cannot {doing}: it is open already", hint=hint, **where)
+    if isinstance(error, lmdb.VersionMismatchError):
+        return NewerVersion(f"cannot {doing}: its file is of another version of LMDB", **where)
+    if isinstance(error, lmdb.InvalidError):
+        return NotLowwater(f"cannot {doing}: its file is not one of LMDB", **where)
+    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.BadTxnError)):
+        return Corrupt(f"cannot {doing}: LMDB found damage ({error})", hint=_DAMAGE_HINT, **where)
+    if isinstance(error, lmdb.ReadersFullError):
+        hint = "too many processes read this page store: end some of them"
+        return Busy(f"cannot {doing}: all {READERS_MAX} reader slots are taken", hint=hint, **where)
+    if isinstance(error, lmdb.DiskError):
+        return write_failure(number, path)
+    if number == errno.ENOENT:
+        return NotFound(f"cannot {doing}: there is nothing there", **where)
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return DirectoryNotWritable(
+            f"cannot {doing}: {os.strerror(number).lower()}",
+            hint="run as the user that owns it; readers in other processes need to write lock.mdb too",
+            **where,
+        )
+    if number:
+        hint = "look into the system's log for the disk, and at the limits of this process"
+        return DiskFailed(f"cannot {doing}: {os.strerror(number).lower()}", hint=hint, **where)
+    return InternalError(f"cannot {doing}: {error}", **where)

@@ -1,0 +1,561 @@
+"""Pages, in which the database stores ranges of keys: keys, boundaries, the bytes of a page, and merging.
+
+Always true:
+  - a page holds the rows of the keys from its own page key up to the next page's, sorted by key, versions
+    of one key newest first; it holds every frame up to `seq` for those keys;
+  - where pages begin depends on the keys alone, never on the order in which they came: a key that is new
+    to its page is tested once, by a keyed hash of its first 500 bytes;
+  - keys that are equal in those 500 bytes share a page, so a page's key always fits a database key;
+  - magic, version and checksum are three checks, made in that order, with three different errors. The
+    checksum covers the page's key as well: a page that lies under another key is corrupt;
+  - `merge` changes no page that it was given: others may be reading it.
+
+`docs/PAGES.md` has the byte table for people; a test ties the two. This module knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from bisect import bisect_left, bisect_right
+from itertools import accumulate, compress, pairwise
+from operator import ne, neg
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from lowwater.engine import format
+from lowwater.engine.checksum import crc32
+from lowwater.errors import Corrupt, NewerVersion, NotLowwater
+
+assert sys.byteorder == "little", "the columns are written as they are in memory"
+assert array("Q").itemsize == 8
+assert array("I").itemsize == 4
+
+VERSION_MAJOR = 1
+VERSION_MINOR = 0
+MAGIC = b"LWPAG\r\n\x1a"
+
+# A key of the database has at most 511 bytes.
+PAGE_KEY_BYTES = 500
+
+TOMBSTONE = 1  # the key was deleted
+REFERENCE = 2  # the value is a reference of 64 bytes to where the bytes are
+BUCKET = 4  # the row is a bucket's own record
+FLAGS_KNOWN = TOMBSTONE | REFERENCE | BUCKET
+
+# Two parts of one header: the checksum between them covers what is before and after it.
+RECOGNISED = struct.Struct("<8sHH")
+HEADER = struct.Struct("<8sHHIQIIIII4x")
+_COVERED = struct.Struct("<QIIIII4x")
+HEADER_BYTES = HEADER.size
+_COVERED_AT = RECOGNISED.size + format.U32.size
+
+assert HEADER_BYTES == 48
+assert _COVERED_AT + _COVERED.size == HEADER_BYTES
+
+_RECOGNISED = RECOGNISED.pack(MAGIC, VERSION_MAJOR, VERSION_MINOR)
+_pack_covered = _COVERED.pack
+_unpack_covered = _COVERED.unpack_from
+_pack_u32 = format.U32.pack
+_unpack_u32 = format.U32.unpack_from
+_LENGTHS = [bytes([length]) for length in range(256)]
+_FLAG_BYTES_KNOWN = bytes(range(FLAGS_KNOWN + 1))
+_TOMBSTONE_BYTES = bytes(flags for flags in range(FLAGS_KNOWN + 1) if flags & TOMBSTONE)
+_HINT = "restore this node from the archive, or build it again from its whole log: pages are made from it"
+
+Version = tuple[int, int, int, int, bytes, bytes]
+"""frame seq, seq, time_us, flags, metadata, value"""
+Record = tuple[bytes, list[Version]]
+"""An encoded key and its versions, newest first."""
+Row = tuple[int, int, int, bytes, bytes]
+"""seq, time_us, flags, metadata, value"""
+
+
+# ---------------------------------------------------------------------------- keys
+
+# Above every key that can be encoded.
+KEY_END = b"\xff" * (1 + format.BUCKET_BYTES_MAX + format.KEY_BYTES_MAX + 1)
+
+
+def encode_key(bucket: bytes, key: bytes) -> bytes:
+    """One key for both: buckets never mix, and each keeps the order of its keys. The bucket b"" holds the
+    records of the buckets themselves, by their names."""
+    assert len(bucket) <= format.BUCKET_BYTES_MAX
+    return _LENGTHS[len(bucket)] + bucket + key
+
+
+def decode_key(encoded: bytes) -> tuple[bytes, bytes]:
+    """The bucket and the key."""
+    if not encoded or len(encoded) <= encoded[0]:
+        raise Corrupt("a key ends inside its bucket", hint=_HINT)
+    start = 1 + encoded[0]
+    return encoded[1:start], encoded[start:]
+
+
+def after_prefix(prefix: bytes) -> bytes:
+    """The smallest key above all that begin with `prefix`."""
+    head = prefix.rstrip(b"\xff")
+    return head[:-1] + _LENGTHS[head[-1] + 1] if head else KEY_END
+
+
+def bucket_range(bucket: bytes) -> tuple[bytes, bytes]:
+    """Where a bucket's encoded keys begin, and what they stay below."""
+    low = encode_key(bucket, b"")
+    return low, after_prefix(low)
+
+
+def page_key(encoded: bytes) -> bytes:
+    """What the database, and the test for a boundary, see of a key."""
+    return encoded[:PAGE_KEY_BYTES]
+
+
+class Boundaries:
+    """Which keys begin a page: about one of `page_keys`. The salt keeps others from choosing keys of which
+    none does, and a page from growing without end."""
+
+    __slots__ = ("_key", "_threshold")
+
+    def __init__(self, salt: bytes, page_keys: int) -> None:
+        assert page_keys > 0
+        self._key = blake3(salt).digest()
+        self._threshold = 2**64 // page_keys
+
+    def is_boundary(self, encoded: bytes) -> bool:
+        digest = blake3(encoded[:PAGE_KEY_BYTES], key=self._key).digest(8)
+        return int.from_bytes(digest, "little") < self._threshold
+
+
+# ---------------------------------------------------------------------------- pages
+
+
+class Page:
+    """Rows as columns, one row a version. A page that was decoded slices its keys, metadata and values when
+    they are first asked for; `find` and `row` of a point read do without."""
+
+    __slots__ = (
+        "_data",
+        "_key_ends",
+        "_row_ends",
+        "_searched",
+        "_sections",
+        "flags",
+        "keys",
+        "metadata",
+        "seq",
+        "seqs",
+        "times",
+        "values",
+    )
+
+    seq: int
+    keys: list[bytes]
+    seqs: array[int]
+    times: array[int]
+    flags: bytearray
+    metadata: list[bytes]
+    values: list[bytes]
+    _data: bytes | None
+    _key_ends: array[int]
+    _row_ends: array[int] | None
+    _searched: bool
+    _sections: tuple[int, int, int, int, int, int]
+
+    def __init__(
+        self,
+        seq: int,
+        keys: list[bytes],
+        seqs: array[int],
+        times: array[int],
+        flags: bytearray,
+        metadata: list[bytes],
+        values: list[bytes],
+    ) -> None:
+        self.seq = seq
+        self.keys = keys
+        self.seqs = seqs
+        self.times = times
+        self.flags = flags
+        self.metadata = metadata
+        self.values = values
+        self._data = None
+        self._searched = True
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.seqs)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each key has one version, without metadata and flags: a value and nothing else."""
+        if self._data is None:
+            single = len(set(self.keys)) == len(self.keys) and not any(self.metadata)
+        else:
+            single = self._row_ends is None and self._sections[3] == self._sections[4]
+        return single and self.flags.count(0) == len(self.flags)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the rows have, without what their objects cost."""
+        if self._data is not None:
+            return len(self._data)
+        return 25 * len(self.keys) + sum(
+            sum(map(len, column)) for column in (self.keys, self.metadata, self.values)
+        )
+
+    def find(self, key: bytes) -> int:
+        """The row of the newest version of `key`, or -1."""
+        if self._searched:
+            keys = self.keys
+            index = bisect_left(keys, key)
+            return index if index < len(keys) and keys[index] == key else -1
+        # One search costs less than slicing all keys; whoever searches again gets them sliced.
+        self._searched = True
+        data = self._data
+        assert data is not None
+        ends = self._key_ends
+        start = self._sections[2]
+        low, high = 0, len(ends)
+        while low < high:
+            middle = (low + high) >> 1
+            if data[start + (ends[middle - 1] if middle else 0) : start + ends[middle]] < key:
+                low = middle + 1
+            else:
+                high = middle
+        if low == len(ends) or data[start + (ends[low - 1] if low else 0) : start + ends[low]] != key:
+            return -1
+        return low if self._row_ends is None or not low else self._row_ends[low - 1]
+
+    def versions(self, index: int) -> int:
+        """How many versions of its key there are from the row `index` on."""
+        keys = self.keys
+        return bisect_right(keys, keys[index], index) - index
+
+    def version_at(self, key: bytes, seq: int) -> int:
+        """The row of the newest version of `key` whose seq is not above `seq`, or -1."""
+        index = self.find(key)
+        seqs = self.seqs
+        if index < 0 or seqs[index] <= seq:
+            return index
+        end = index + self.versions(index)
+        index = bisect_left(seqs, -seq, index + 1, end, key=neg)
+        return index if index < end else -1
+
+    def row(self, index: int) -> Row:
+        """All of a row but its key."""
+        data = self._data
+        if data is None:
+            metadata, value = self.metadata[index], self.values[index]
+        else:
+            value_ends, metadata_ends, _, metadata_at, values_at, _ = self._sections
+            end = _unpack_u32(data, value_ends + 4 * index)[0]
+            start = _unpack_u32(data, value_ends + 4 * index - 4)[0] if index else 0
+            value = data[values_at + start : values_at + end]
+            metadata = b""
+            if metadata_at != values_at:
+                end = _unpack_u32(data, metadata_ends + 4 * index)[0]
+                start = _unpack_u32(data, metadata_ends + 4 * index - 4)[0] if index else 0
+                metadata = data[metadata_at + start : metadata_at + end]
+        return self.seqs[index], self.times[index], self.flags[index], metadata, value
+
+    if not TYPE_CHECKING:  # with it, a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Called where a slot is empty: the columns of a decoded page that nobody has asked for."""
+            if name not in ("keys", "metadata", "values"):
+                raise AttributeError(name)
+            column = self._slice(name)
+            setattr(self, name, column)
+            return column
+
+    def _slice(self, name: str) -> list[bytes]:
+        data = self._data
+        assert data is not None
+        value_ends, metadata_ends, keys_at, metadata_at, values_at, end = self._sections
+        if name == "values":
+            ends = _array("I", data, value_ends, len(self.seqs))
+            return _cut(data[values_at:end], ends)
+        if name == "metadata":
+            if metadata_at == values_at:
+                return [b""] * len(self.seqs)
+            return _cut(data[metadata_at:values_at], _array("I", data, metadata_ends, len(self.seqs)))
+        keys = _cut(data[keys_at:metadata_at], self._key_ends)
+        if self._row_ends is None:
+            return keys
+        return [
+            key
+            for key, start, stop in zip(keys, [0, *self._row_ends], self._row_ends, strict=False)
+            for _ in range(start, stop)
+        ]
+
+
+def _array(code: str, data: bytes, at: int, count: int) -> array[int]:
+    numbers: array[int] = array(code)
+    numbers.frombytes(data[at : at + numbers.itemsize * count])
+    return numbers
+
+
+def _cut(blob: bytes, ends: array[int]) -> list[bytes]:
+    start = 0
+    parts = [blob[start : (start := end)] for end in ends]
+    if b"".join(parts) != blob:
+        raise Corrupt("the parts of a page do not follow each other", hint=_HINT)
+    return parts
+
+
+def encode_page(page: Page, key: bytes) -> bytes:
+    """The bytes of a page that is to be stored under the page key `key`."""
+    keys, metadata = page.keys, page.metadata
+    row_count = len(keys)
+    assert row_count, "a page without rows is not stored"
+    assert (
+        len(page.seqs) == len(page.times) == len(page.flags) == len(metadata) == len(page.values) == row_count
+    )
+    row_ends = b""
+    if len(set(keys)) != row_count:
+        ends = [*compress(range(1, row_count), map(ne, keys, keys[1:])), row_count]
+        row_ends = array("I", ends).tobytes()
+        keys = [keys[end - 1] for end in ends]
+    key_blob = b"".join(keys)
+    value_blob = b"".join(page.values)
+    metadata_blob = b"".join(metadata)
+    metadata_ends = array("I", accumulate(map(len, metadata))).tobytes() if metadata_blob else b""
+    covered = b"".join(
+        (
+            _pack_covered(page.seq, len(keys), row_count, len(key_blob), len(metadata_blob), len(value_blob)),
+            page.seqs.tobytes(),
+            page.times.tobytes(),
+            array("I", accumulate(map(len, keys))).tobytes(),
+            row_ends,
+            metadata_ends,
+            array("I", accumulate(map(len, page.values))).tobytes(),
+            page.flags,
+            key_blob,
+            metadata_blob,
+            value_blob,
+        )
+    )
+    return b"".join((_RECOGNISED, _pack_u32(crc32(covered, crc32(_RECOGNISED, crc32(key)))), covered))
+
+
+def decode_page(data: bytes, key: bytes) -> Page:
+    """The page that lies under the page key `key`."""
+    if data[: len(_RECOGNISED)] != _RECOGNISED or len(data) < HEADER_BYTES:
+        _refuse(data)
+    checksum = crc32(memoryview(data)[_COVERED_AT:], crc32(_RECOGNISED, crc32(key)))
+    if checksum != _unpack_u32(data, _COVERED_AT - 4)[0]:
+        raise Corrupt("a page's checksum does not match, or it lies under another page's key", hint=_HINT)
+    seq, key_count, row_count, key_bytes, metadata_bytes, value_bytes = _unpack_covered(data, _COVERED_AT)
+    key_ends_at = HEADER_BYTES + 16 * row_count
+    row_ends_at = key_ends_at + 4 * key_count
+    metadata_ends_at = row_ends_at + (4 * key_count if key_count != row_count else 0)
+    value_ends_at = metadata_ends_at + (4 * row_count if metadata_bytes else 0)
+    flags_at = value_ends_at + 4 * row_count
+    keys_at = flags_at + row_count
+    metadata_at = keys_at + key_bytes
+    values_at = metadata_at + metadata_bytes
+    if values_at + value_bytes != len(data) or not 0 < key_count <= row_count:
+        raise Corrupt("a page's counts do not add up to its size", hint=_HINT)
+    if data[HEADER_BYTES - 4 : HEADER_BYTES] != b"\0\0\0\0":
+        raise Corrupt("a page has bytes set that must be zero", hint=_HINT)
+    page = Page.__new__(Page)
+    page.seq = seq
+    page.seqs = _array("Q", data, HEADER_BYTES, row_count)
+    page.times = _array("Q", data, HEADER_BYTES + 8 * row_count, row_count)
+    page.flags = bytearray(data[flags_at:keys_at])
+    if page.flags.translate(None, _FLAG_BYTES_KNOWN):
+        raise NewerVersion("a page has row flags that are not known to this version")
+    page._data = data
+    page._key_ends = _array("I", data, key_ends_at, key_count)
+    page._row_ends = None
+    page._searched = False
+    page._sections = (
+        value_ends_at,
+        metadata_ends_at,
+        keys_at,
+        metadata_at,
+        values_at,
+        values_at + value_bytes,
+    )
+    if key_count != row_count:
+        page._row_ends = _array("I", data, row_ends_at, key_count)
+        ends = [0, *page._row_ends]
+        if ends[-1] != row_count or ends != sorted(set(ends)):
+            raise Corrupt("a page's rows do not follow each other", hint=_HINT)
+    return page
+
+
+def _refuse(data: bytes) -> None:
+    """Say what is wrong with the first bytes of what should be a page."""
+    if data[: len(MAGIC)] != MAGIC:
+        raise NotLowwater(
+            "there is no page here" if data else "the page is empty",
+            hint="check the path: this is not a database that Lowwater wrote",
+        )
+    if len(data) < RECOGNISED.size:
+        raise Corrupt(f"a page is cut short: {len(data)} of at least {HEADER_BYTES} bytes", hint=_HINT)
+    _, major, minor = RECOGNISED.unpack_from(data)
+    if (major, minor) > (VERSION_MAJOR, VERSION_MINOR):
+        raise NewerVersion(
+            f"this page has format version {major}.{minor}; "
+            f"this Lowwater reads up to {VERSION_MAJOR}.{VERSION_MINOR}"
+        )
+    if (major, minor) < (VERSION_MAJOR, VERSION_MINOR):
+        raise Corrupt(f"a page has format version {major}.{minor}, which never existed", hint=_HINT)
+    raise Corrupt(f"a page is cut short: {len(data)} of at least {HEADER_BYTES} bytes", hint=_HINT)
+
+
+# ---------------------------------------------------------------------------- merging
+
+
+def merge(
+    page: Page | None,
+    low: bytes,
+    records: list[Record],
+    *,
+    frozen_seq: int,
+    floor: int,
+    boundaries: Boundaries,
+) -> list[tuple[bytes, Page]]:
+    """What becomes of the page at `low` with `records`, which are sorted and belong to its range: pages with
+    their page keys. None of them is empty, so the first may be missing, and all of them.
+
+    Versions whose frame the page holds are dropped. A version with the seq of one of the page's replaces
+    it. Of each key, everything older than its newest version at or below `floor` goes; where that version
+    is the newest of all and a tombstone, the key goes.
+    """
+    sweep = many = False
+    if page is None:
+        seq_held = 0
+        keys: list[bytes] = []
+        seqs, times, flags = array("Q"), array("Q"), bytearray()
+        metadata: list[bytes] = []
+        values: list[bytes] = []
+    else:
+        seq_held = page.seq
+        keys, seqs, times, flags = page.keys[:], page.seqs[:], page.times[:], page.flags[:]
+        metadata, values = page.metadata[:], page.values[:]
+        many = len(set(keys)) != len(keys)
+        # Otherwise the floor can only take rows of keys that have a record, which the loop sees to.
+        sweep = many or len(flags.translate(None, _TOMBSTONE_BYTES)) != len(flags)
+    is_boundary = boundaries.is_boundary
+    cuts: list[bytes] = []
+    at = 0
+    for key, versions in records:
+        if len(versions) == 1:
+            if versions[0][0] <= seq_held:
+                continue
+        else:
+            versions = _newer(versions, seq_held, floor)
+            if not versions:
+                continue
+        _, seq, time_us, flag, meta, value = versions[0]
+        # Old rows of the key are at:end, and of those at:kept make room.
+        at = kept = bisect_left(keys, key, at)
+        if at < len(keys) and keys[at] == key:
+            end = bisect_right(keys, key, at) if many else at + 1
+            seq_above = versions[-1][1]
+            assert seqs[at] <= seq_above, "a record is older than its page"
+            kept = end if seq_above <= floor else at + (seqs[at] == seq_above)
+            if flag & TOMBSTONE and seq <= floor:
+                del keys[at:end], seqs[at:end], times[at:end], flags[at:end]
+                del metadata[at:end], values[at:end]
+                continue
+        elif flag & TOMBSTONE and seq <= floor:
+            continue
+        elif is_boundary(key):
+            cuts.append(key[:PAGE_KEY_BYTES])
+        if len(versions) == 1 and kept == at:
+            keys.insert(at, key)
+            seqs.insert(at, seq)
+            times.insert(at, time_us)
+            flags.insert(at, flag)
+            metadata.insert(at, meta)
+            values.insert(at, value)
+        elif len(versions) == 1 and kept == at + 1:
+            seqs[at] = seq
+            times[at] = time_us
+            flags[at] = flag
+            metadata[at] = meta
+            values[at] = value
+        else:
+            _, new_seqs, new_times, new_flags, new_metadata, new_values = zip(*versions, strict=True)
+            keys[at:kept] = [key] * len(versions)
+            seqs[at:kept] = array("Q", new_seqs)
+            times[at:kept] = array("Q", new_times)
+            flags[at:kept] = bytes(new_flags)
+            metadata[at:kept] = new_metadata
+            values[at:kept] = new_values
+    if not keys:
+        return []
+    assert keys[0] >= low, "a key below its page"
+    merged = Page(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
+    if sweep and min(seqs) <= floor:
+        merged = _swept(merged, floor)
+    return _split(merged, low, cuts)
+
+
+def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:
+    """What a page does not hold of some versions of a key, without what the floor takes of them."""
+    newer: list[Version] = []
+    for version in versions:
+        # Of several writes in one group, which have one seq, the last survives.
+        if version[0] > seq_held and not (newer and newer[-1][1] == version[1]):
+            newer.append(version)
+            if version[1] <= floor:
+                break
+    return newer
+
+
+def _swept(page: Page, floor: int) -> Page:
+    """The page without the rows that the floor takes."""
+    keep: list[bool] = []
+    key_before = None
+    below = False
+    for key, seq, flag in zip(page.keys, page.seqs, page.flags, strict=True):
+        if key != key_before:
+            key_before = key
+            below = seq <= floor
+            keep.append(not (below and flag & TOMBSTONE))
+        else:
+            keep.append(not below)
+            below = below or seq <= floor
+    if all(keep):
+        return page
+    return Page(
+        page.seq,
+        list(compress(page.keys, keep)),
+        array("Q", compress(page.seqs, keep)),
+        array("Q", compress(page.times, keep)),
+        bytearray(compress(page.flags, keep)),
+        list(compress(page.metadata, keep)),
+        list(compress(page.values, keep)),
+    )
+
+
+def _split(page: Page, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, Page]]:
+    """The pages that begin at `low` and at each of `cuts`, without empty ones."""
+    keys = page.keys
+    if not cuts:
+        return [(low, page)] if keys else []
+    # A key may come twice: when a page's own key comes again after its row was dropped, and when two new
+    # keys begin with the same bytes. Then the page of the first of both is empty.
+    lows = [low, *cuts]
+    starts = [0, *(bisect_left(keys, cut) for cut in cuts), len(keys)]
+    return [
+        (
+            low,
+            Page(
+                page.seq,
+                keys[start:end],
+                page.seqs[start:end],
+                page.times[start:end],
+                page.flags[start:end],
+                page.metadata[start:end],
+                page.values[start:end],
+            ),
+        )
+        for low, (start, end) in zip(lows, pairwise(starts), strict=True)
+        if start < end
+    ]

@@ -1,0 +1,174 @@
+"""Opening: from pages and log to the state that was acknowledged.
+
+Always true:
+  - what the pages claim to hold is in the log, or the log has lost something and is not opened;
+  - redo applies every frame from `redo_seq` on, in order. Pages that have some of them already drop those
+    when they are flushed; until then the newest change of each key is in memory, where readers look first;
+  - memory keeps its limit: changes are flushed while redo goes on.
+
+| | pages | log | decision | reason |
+|---|---|---|---|---|
+| A | none | none | a new database | |
+| B | none | from its first entry on | build the pages | a crash before the first flush, or lost pages |
+| C | none | its beginning was purged | refuse | what was purged is not here |
+| D | some | none, or ending below what they hold | refuse | the log was lost |
+| E | some | of another cluster | refuse | two databases were mixed |
+| F | some | beginning above `redo_seq` | refuse | what pages still need was purged |
+| G | some | goes on from there | redo | a crash, or a clean end |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import cbor2
+
+from lowwater.engine import format
+from lowwater.engine.checksum import crc32
+from lowwater.engine.flush import META_KEY, META_VERSION
+from lowwater.engine.format import Kind
+from lowwater.engine.log import Log
+from lowwater.engine.records import Record
+from lowwater.engine.seams import File, Files
+from lowwater.engine.state import State
+from lowwater.errors import Corrupt, NewerVersion
+
+READ_BYTES = 2**22
+
+Progress = Callable[[int, int], None]
+"""(the seq that was applied, the last one)"""
+
+
+class Meta(NamedTuple):
+    """What the page store says about itself."""
+
+    cluster_id: bytes
+    salt: bytes
+    page_keys: int
+    inline_bytes_max: int
+    redo_seq: int
+    applied: int
+    horizon: int | None
+    snapshots: dict[str, int]
+
+
+def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:
+    """None for a store that nothing was written to."""
+    data = stored.get(META_KEY)
+    if data is None:
+        if stored:
+            raise Corrupt("the page store has no state", path=path)
+        return None
+    try:
+        found: Any = cbor2.loads(data)
+        if found["version"] > META_VERSION:
+            raise NewerVersion("these pages were written by a newer Lowwater", path=path)
+        return Meta(**{name: found[name] for name in Meta._fields})
+    except NewerVersion:
+        raise
+    except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
+        raise Corrupt("the page store's state cannot be read", path=path) from error
+
+
+class Placed(NamedTuple):
+    """A frame, and where it lies."""
+
+    seq: int
+    payload: bytes
+    segment_first: int
+    offset: int
+
+
+def frames_from(log: Log, files: Files, seq: int) -> Iterator[list[Placed]]:
+    """The durable frames from `seq` on, in runs, each checked."""
+    wal = log.wal
+    with wal.lock:
+        places = [
+            (segment.path, segment.seq_first, segment.body_bytes)
+            for segment in wal.store.segments
+            if segment.seq_last >= seq
+        ]
+        current = wal.store.current
+        if current is not None and current.durable_frames:
+            places.append((wal.store.path, current.header.seq_first, current.durable_bytes))
+    for path, segment_first, end in places:
+        file = files.open(path)
+        try:
+            yield from _frames_of(file, path, segment_first, end, seq)
+        finally:
+            file.close()
+
+
+def _frames_of(file: File, path: str, segment_first: int, end: int, seq_from: int) -> Iterator[list[Placed]]:
+    unpack = format.FRAME.unpack_from
+    new = tuple.__new__
+    offset = format.HEADER_BYTES
+    want = READ_BYTES
+    while offset < end:
+        data = file.read_at(offset, min(want, end - offset))
+        at, size = 0, len(data)
+        run = []
+        while at + 16 <= size:
+            seq, length, checksum = unpack(data, at)
+            stop = at + 16 + length
+            if stop > size:
+                break
+            if seq >= seq_from:
+                payload = data[at + 16 : stop]
+                if crc32(payload, crc32(data[at : at + 12])) != checksum:
+                    raise Corrupt("a frame's checksum does not match", path=path, seq=seq, offset=offset + at)
+                run.append(new(Placed, (seq, payload, segment_first, offset + at)))
+            at = stop
+        if not at:
+            if size < want:
+                raise Corrupt("the log ends inside a frame", path=path, offset=offset)
+            want *= 2
+            continue
+        want = READ_BYTES
+        offset += at
+        yield run
+
+
+def redo(
+    state: State,
+    frames: Iterator[list[Placed]],
+    *,
+    make_room: Callable[[], None],
+    progress: Progress | None,
+    seq_last: int,
+) -> int:
+    """Apply frames, and return how many there were."""
+    count = 0
+    for run in frames:
+        with state.lock:
+            _apply_run(state, run)
+        count += len(run)
+        make_room()
+        if progress is not None:
+            progress(state.applied, seq_last)
+    return count
+
+
+def _apply_run(state: State, run: list[Placed]) -> None:
+    """Frames that are puts and deletes without optional groups go in together."""
+    keys: list[bytes] = []
+    records: list[Record] = []
+    lengths = _LENGTHS
+    seq = 0
+    for placed in run:
+        seq, payload, segment_first, offset = placed
+        if (payload[0] == Kind.PUT or payload[0] == Kind.DELETE) and not payload[1] and not payload[2]:
+            bucket_len = payload[3]
+            keys.append(lengths[bucket_len] + payload[25 : 25 + bucket_len + payload[5] + (payload[6] << 8)])
+            records.append((seq, payload, segment_first, offset))
+            continue
+        if keys:
+            state.apply_plain(keys, records, records[-1][0])
+            keys, records = [], []
+        state.apply(seq, payload, segment_first, offset)
+    if keys:
+        state.apply_plain(keys, records, seq)
+
+
+_LENGTHS = [bytes((length,)) for length in range(256)]

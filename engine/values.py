@@ -1,0 +1,71 @@
+"""Large values, read from the log where they were written.
+
+Always true: a value is returned only after its frame's checksum was compared; it is read from a file of the
+log directory that is looked up by the segment's first seq, whatever that file is called by now.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from lowwater.engine import format
+from lowwater.engine.checksum import crc32
+from lowwater.engine.log import Log
+from lowwater.engine.records import VALUE_PLACE
+from lowwater.engine.seams import File, Files
+from lowwater.errors import Corrupt, NotFound
+
+OPEN_FILES_MAX = 32
+
+
+class ValueReader:
+    def __init__(self, log: Log, files: Files) -> None:
+        self._log = log
+        self._files = files
+        self._open: OrderedDict[int, File] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, place: bytes) -> bytes:
+        """The value that lies there."""
+        segment_first, offset, length, _ = VALUE_PLACE.unpack(place)
+        with self._lock:
+            file = self._file(segment_first)
+            head = file.read_at(offset, format.FRAME_BYTES)
+            if len(head) < format.FRAME_BYTES:
+                raise Corrupt("the log ends before a value that it holds", offset=offset)
+            _, payload_bytes, checksum = format.FRAME.unpack(head)
+            payload = file.read_at(offset + format.FRAME_BYTES, payload_bytes)
+        if crc32(payload, crc32(head[:12])) != checksum or length > len(payload):
+            raise Corrupt("the frame of a value does not match its checksum", offset=offset)
+        return payload[len(payload) - length :]
+
+    def frame_seq(self, place: bytes) -> int:
+        """The seq of the frame that holds a value."""
+        segment_first, offset, _, _ = VALUE_PLACE.unpack(place)
+        with self._lock:
+            head = self._file(segment_first).read_at(offset, format.FRAME_BYTES)
+        return int(format.FRAME.unpack(head)[0])
+
+    def _file(self, segment_first: int) -> File:
+        file = self._open.get(segment_first)
+        if file is not None:
+            self._open.move_to_end(segment_first)
+            return file
+        wal = self._log.wal
+        with wal.lock:
+            # Renaming happens under the lock, and an open file stays what it is.
+            path = wal.store.path_from(segment_first)
+            if path is None:
+                raise NotFound(f"the segment from {segment_first} on, with a large value, is not here")
+            file = self._files.open(path)
+        self._open[segment_first] = file
+        if len(self._open) > OPEN_FILES_MAX:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._open.values():
+                file.close()
+            self._open.clear()
