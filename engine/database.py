@@ -10,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from lowwater.engine.chain import Chain
 from lowwater.engine.entries import Control, CreateBucket, Delete, DeleteBucket, Entry, Put
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind, ValueRef
+from lowwater.engine.locks import LockManager
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.pages import Boundaries, after_prefix, encode_key
 from lowwater.engine.pagestore import PageStore
@@ -33,6 +35,7 @@ from lowwater.engine.records import Head, Marks, Object, Page
 from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
 from lowwater.engine.state import State
 from lowwater.engine.tickets import again
+from lowwater.engine.transactions import Isolation, Transaction
 from lowwater.engine.values import ValueReader
 from lowwater.errors import (
     AlreadyExists,
@@ -53,6 +56,7 @@ _new = tuple.__new__
 _pack_fixed = format.FIXED.pack
 
 LIMIT_DEFAULT = 1000
+_NO_OBJECT = Object("", "", b"", None, 0, 0)
 # After how many new changes the background looks whether there is something to flush.
 LOOK_AFTER_BYTES = 2**20
 # Where writers have to help, in shares of the pool.
@@ -105,6 +109,8 @@ class Database:
         self._failure: LowwaterError | None = None
         self._closed = False
         self._stepping = threading.Lock()
+        self._locks = LockManager(seams.clock)
+        self._transactions = itertools.count(1)
         self._looked_at_bytes = 0
         self._flusher = Flusher(
             state,
@@ -118,6 +124,7 @@ class Database:
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
+        state.decide_keeping()
         state.locate = self._locate
         state.load_buckets()
         state.applied = meta.redo_seq - 1
@@ -307,6 +314,8 @@ class Database:
     ) -> int:
         """Store a value, and return its seq once it is durable. `if_absent` only where there is none;
         `if_seq` only where the newest version has this seq (0: where there is none)."""
+        if if_absent and if_seq:
+            raise InputError("a key that is absent has no seq", hint="give if_absent or if_seq, not both")
         if if_absent or if_seq is not None:
             return self._put_if(bucket, key, value, metadata, 0 if if_seq is None else if_seq, timeout_s)
         encoded = self._prefix(bucket) + format.encode_name(key, "key", KEY_BYTES_MAX)
@@ -325,13 +334,16 @@ class Database:
         name_bytes = len(name)
         keys: list[bytes] = []
         rests: list[tuple[int, bytes]] = []
-        for key, value in items:
-            key_bytes = format.encode_name(key, "key", KEY_BYTES_MAX)
-            encoded = prefix + key_bytes
-            if type(value) is not bytes:
-                value = _as_bytes(value)
-            keys.append(encoded)
-            rests.append((len(key_bytes), name + key_bytes + value))
+        try:
+            for key, value in items:
+                key_bytes = format.encode_name(key, "key", KEY_BYTES_MAX)
+                encoded = prefix + key_bytes
+                if type(value) is not bytes:
+                    value = _as_bytes(value)
+                keys.append(encoded)
+                rests.append((len(key_bytes), name + key_bytes + value))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"these are no items: {error}", hint="give pairs of key and value") from error
         if not keys:
             raise InputError("there is nothing to put", hint="give at least one key and value")
         put = Kind.PUT
@@ -393,6 +405,8 @@ class Database:
         self, bucket: str, key: str, to_bucket: str, to_key: str, *, timeout_s: float | None = None
     ) -> int:
         """Store what a key has under another one too. A large value is not written again."""
+        format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+        format.encode_name(key, "key", KEY_BYTES_MAX)
         request = cbor2.dumps(["copy", bucket, key, to_bucket, to_key], canonical=True)
         extras = Extras(request_hash=blake3(request).digest(16))
         name = format.encode_name(to_bucket, "bucket", BUCKET_BYTES_MAX)
@@ -421,8 +435,16 @@ class Database:
 
         return self._write(lambda _, time_us: [payload_of(time_us)], (), timeout_s, decide)
 
-    def write(self, entries: Sequence[Put | Delete], *, timeout_s: float | None = None) -> int:
-        """Write all of them or none, with one sync. All get the seq that this returns."""
+    def write(
+        self,
+        entries: Sequence[Put | Delete],
+        *,
+        timeout_s: float | None = None,
+        decide: Callable[[], None] | None = None,
+    ) -> int:
+        """Write all of them or none, with one sync. All get the seq that this returns. `decide` may raise
+        to refuse them: it is called when nothing can come between it and them."""
+        entries = _as_list(entries, "entries", "Put and Delete")
         if not entries:
             raise InputError("there is nothing to write", hint="give at least one Put or Delete")
         for entry in entries:
@@ -430,9 +452,11 @@ class Database:
                 raise InputError(f"{entry!r:.80} cannot be in a group", hint="give Put and Delete")
             entry.encode(0)  # what is wrong with one is told before any is ordered
 
-        def decide() -> None:
+        def check() -> None:
             for bucket in {entry.bucket for entry in entries}:
                 self._bucket_check(bucket)()
+            if decide is not None:
+                decide()
 
         def encode(chain: Chain, time_us: int) -> list[bytes]:
             extras = Extras(group_seq_last=chain.seq_last + len(entries))
@@ -443,7 +467,31 @@ class Database:
                 for entry in entries
             ]
 
-        return self._write(encode, (), timeout_s, decide)
+        return self._write(encode, (), timeout_s, check)
+
+    def transaction(
+        self, isolation: Isolation = "snapshot", *, lock_timeout_s: float | None = 10.0
+    ) -> Transaction:
+        """Begin a transaction: `with db.transaction() as txn:` commits at the end of the block, and aborts
+        where it raises. `serializable` also refuses a commit when what was read has changed."""
+        if isolation not in ("snapshot", "serializable"):
+            raise InputError(f"the isolation is {isolation!r:.80}", hint="give snapshot or serializable")
+        self._require_open()
+        return Transaction(
+            self, started=next(self._transactions), isolation=isolation, lock_timeout_s=lock_timeout_s
+        )
+
+    def _commit_transaction(self, entries: Sequence[Put | Delete], decide: Callable[[], None]) -> int | None:
+        if entries:
+            return self.write(entries, decide=decide)
+        with self._state.lock:
+            decide()
+        return None
+
+    @property
+    def directory(self) -> str:
+        """Where the log is."""
+        return self._log.directory
 
     def _bucket_check(self, bucket: str) -> Callable[[], None]:
         def check() -> None:
@@ -545,14 +593,18 @@ class Database:
         self._require_open()
         if at is None:
             self._prefix(bucket)
-        low = encode_key(bucket.encode(), _as_text(prefix, "prefix"))
+        name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+        low = encode_key(name, _as_text(prefix, "prefix"))
         high = after_prefix(low)
         if start_after is not None:
-            low = max(low, encode_key(bucket.encode(), _as_text(start_after, "key")) + b"\0")
-        return self._scan(bucket, low, high, self._pin(at))
+            low = max(low, encode_key(name, _as_text(start_after, "key")) + b"\0")
+        found = self._scan(bucket, low, high, self._pin(at))
+        next(found)  # into the block that unpins, which a generator that never began does not leave
+        return found
 
     def _scan(self, bucket: str, low: bytes, high: bytes, pinned: int) -> Iterator[Object]:
         try:
+            yield _NO_OBJECT
             yield from self._state.scan(bucket, low, high, pinned)
         finally:
             self._state.unpin(pinned)
@@ -570,10 +622,12 @@ class Database:
         prefix that ends with it, once each, and count as one."""
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise InputError(f"the limit is {limit!r:.80}", hint="give a whole number above 0")
+        if delimiter is not None:
+            _as_text(delimiter, "delimiter")
         self._require_open()
         if at is None:
             self._prefix(bucket)
-        name = bucket.encode()
+        name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
         low = encode_key(name, _as_text(prefix, "prefix"))
         high = after_prefix(low)
         if start_after is not None:
@@ -662,6 +716,8 @@ class Database:
         return self._write(encode, (), None, decide) - 1
 
     def drop_snapshot(self, name: str) -> int:
+        format.encode_name(name, "snapshot", 255)
+
         def decide() -> None:
             if name not in self._state.snapshots:
                 raise NotFound(f"there is no snapshot {name!r}")
@@ -677,6 +733,8 @@ class Database:
     def move_horizon(self, seq: int | None) -> int:
         """Keep versions back to `seq` from now on, whoever needs them. None keeps those of snapshots and
         running scans only, which is how a database begins."""
+        if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool)):
+            raise InputError(f"{seq!r:.80} is no seq", hint="give the seq of an entry, or None")
 
         def decide() -> None:
             if seq is not None and not self._state.floor <= seq <= self._state.applied:
@@ -712,11 +770,10 @@ class Database:
     def _locate(self, seq: int) -> tuple[int, int]:
         """Where the frame with this seq lies: its segment's first seq, and its offset."""
         for run in frames_from(self._log, self._seams.files, seq):
-            for placed in run:
-                if placed.seq == seq:
-                    return placed.segment_first, placed.offset
+            if run:
+                if run[0].seq == seq:
+                    return run[0].segment_first, run[0].offset
                 break
-            break
         raise Corrupt(f"the log does not hold seq {seq}, which has a value", seq=seq)
 
     def close(self) -> None:
@@ -840,6 +897,13 @@ def _encode_delete(entry: Delete, time_us: int, extras: Extras) -> bytes:
         time_us=time_us,
         extras=extras,
     )
+
+
+def _as_list(given: Iterable[Any], what: str, wanted: str) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise InputError(f"{type(given).__name__} gives no {what}", hint=f"give a list of {wanted}") from None
 
 
 def _as_bytes(value: Any) -> bytes:

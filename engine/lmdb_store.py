@@ -65,6 +65,9 @@ MAP_BYTES_MAX = 2**40
 # A run of keys takes well below a millisecond.
 RUN_KEYS = 1000
 
+# Below that a disk counts as full.
+MARGIN_BYTES = 2**20
+
 _DAMAGE_HINT = "pages are made from the log and from checkpoints: move this directory away, and recover"
 
 
@@ -167,10 +170,7 @@ class LmdbPages:
             if not os.path.exists(data) or not os.path.getsize(data):
                 raise Corrupt("the file with all pages is missing or empty", path=data, hint=_DAMAGE_HINT)
             used = os.path.getsize(data)
-            wanted = (
-                max(map_bytes, used + _growth(used)) if used + GROWTH_BYTES_MIN > map_bytes else map_bytes
-            )
-            wanted = min(wanted, max(map_bytes_max, used))
+            wanted = max(used, min(map_bytes, map_bytes_max))
             with _translated(path, "open the page store"):
                 return cls(path, read_only=read_only, map_bytes=wanted, map_bytes_max=map_bytes_max)
 
@@ -293,7 +293,10 @@ class LmdbPages:
                     with _translated(self.path, "write pages"), self._gate.alone():
                         self._set_map(0)
                 except (lmdb.Error, OSError) as error:
-                    self._failure = write_failure(_number(error), self.path)
+                    number = _number(error)
+                    if number == errno.EIO and self._is_full(puts):
+                        number = errno.ENOSPC
+                    self._failure = write_failure(number, self.path)
                     raise self._failure from error
                 else:
                     return
@@ -315,6 +318,11 @@ class LmdbPages:
                 else:
                     transaction.put(key, value, db=self._meta)
         self._fill_file()
+
+    def _is_full(self, puts: Sequence[tuple[bytes, bytes]]) -> bool:
+        """LMDB reports the first write that was cut short for want of room as EIO."""
+        disk = os.statvfs(self.path)
+        return disk.f_bavail * disk.f_frsize < sum(len(page) for _, page in puts) + MARGIN_BYTES
 
     def _fill_file(self) -> None:
         """LMDB does not write pages at the end that a transaction took and gave back. A hole stands for

@@ -41,7 +41,7 @@ def open_embedded(
     """
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
-    path = os.fspath(directory)
+    path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError(f"{directory!r} is no directory", hint="give the path of a directory as text")
     loaded = Config.load(config)

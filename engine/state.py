@@ -173,7 +173,7 @@ class State:
             self.snapshots[body["name"]] = body["seq"]
         else:
             self.snapshots.pop(body["name"], None)
-        self._decide_keeping()
+        self.decide_keeping()
 
     def load_buckets(self) -> None:
         """Find the buckets in the pages, when nothing was applied yet."""
@@ -201,7 +201,7 @@ class State:
         with self.lock:
             seq = self.applied if seq is None else seq
             self._pins[seq] = self._pins.get(seq, 0) + 1
-            self._decide_keeping()
+            self.decide_keeping()
             return seq
 
     def unpin(self, seq: int) -> None:
@@ -209,9 +209,10 @@ class State:
             count = self._pins.pop(seq) - 1
             if count:
                 self._pins[seq] = count
-            self._decide_keeping()
+            self.decide_keeping()
 
-    def _decide_keeping(self) -> None:
+    def decide_keeping(self) -> None:
+        """After a change of the horizon, the snapshots or the pins."""
         self.keeps_older = bool(self._pins or self.snapshots) or self.horizon is not None
 
     # ------------------------------------------------------------------ reading the newest version
@@ -220,7 +221,11 @@ class State:
         """An object that was read a short while ago, if nothing has changed since. Always durable."""
         found = self._ready_new.get(key)
         if found is None and (found := self._ready_old.get(key)) is not None:
-            self._ready_new[key] = found
+            # Never waits: a writer, who takes objects out, may have the lock for a while.
+            if self.lock.acquire(blocking=False):
+                if self._ready_old.get(key) is found:
+                    self._ready_new[key] = found
+                self.lock.release()
         return found
 
     def newest(self, key: bytes, bucket: str, name: str, durable_seq: int) -> tuple[Object | None, int]:
@@ -228,7 +233,7 @@ class State:
         while True:
             place = self.map.find(key)
             epoch = place.epoch
-            record = place.dirty.get(key)
+            record = changed = place.dirty.get(key)
             if record is None and (frozen := place.frozen) is not None:
                 record = frozen.get(key)
             if record is not None:
@@ -248,18 +253,25 @@ class State:
             if found is None:
                 return None, 0
             if found.seq <= durable_seq and len(found.value) <= self.inline_bytes_max:
-                self._keep_ready(key, found, place, epoch)
+                self._keep_ready(key, found, place, epoch, changed)
             return found, found.seq
 
-    def _keep_ready(self, key: bytes, found: Object, place: Range, epoch: int) -> None:
-        self._ready_new[key] = found
-        self._ready_bytes += len(found.value) + OBJECT_OVERHEAD_BYTES
-        # Who changes the key takes it out of here afterwards; who was faster than us is seen now.
-        newest = place.dirty.get(key)
-        if place.epoch != epoch or (newest is not None and newest[0] != found.seq):
-            self._ready_new.pop(key, None)
-        if self._ready_bytes > self.pool_bytes_max // 8:
-            self._ready_old, self._ready_new, self._ready_bytes = self._ready_new, {}, 0
+    def _keep_ready(
+        self, key: bytes, found: Object, place: Range, epoch: int, changed: Record | None
+    ) -> None:
+        """Who changes the key takes it out of here afterwards, with the lock; who was faster than us is seen.
+        Without the lock others could find it here before we have looked."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if place.epoch != epoch or place.dirty.get(key) is not changed:
+                return
+            self._ready_new[key] = found
+            self._ready_bytes += len(found.value) + OBJECT_OVERHEAD_BYTES
+            if self._ready_bytes > self.pool_bytes_max // 8:
+                self._ready_old, self._ready_new, self._ready_bytes = self._ready_new, {}, 0
+        finally:
+            self.lock.release()
 
     def _row_of(self, page: Page, row: int, bucket: str, name: str) -> Object | None:
         if row < 0:
@@ -336,6 +348,31 @@ class State:
             return None
         return self._row_of(page, page.version_at(key, seq), bucket, name)
 
+    def newest_seq(self, key: bytes) -> int:
+        """The seq of the newest version of a key, deletions included; 0 where there is none, or only one
+        that everybody sees who may be reading."""
+        with self.lock:
+            records, page, row = self.versions(key)
+        if records:
+            return records[0][0]
+        return 0 if page is None or row < 0 else page.seqs[row]
+
+    def changed_since(self, low: bytes, high: bytes, seq: int) -> bool:
+        """Whether a key from `low` to below `high` has a version above `seq`."""
+        position: bytes | None = low
+        while position is not None:
+            with self.lock:
+                start = position
+                place, page, end, position = self._interval(start, high)
+                if any(place.records_of(key)[0][0] > seq for key in place.changed_keys(start, end)):
+                    return True
+            if page is not None and page.seq > seq:
+                keys = page.keys
+                stop = len(keys) if end is None else bisect_left(keys, end)
+                if any(each > seq for each in page.seqs[bisect_left(keys, low) : stop]):
+                    return True
+        return False
+
     # ------------------------------------------------------------------ scanning
 
     def scan(self, bucket: str, low: bytes, high: bytes | None, at: int | None = None) -> Iterator[Object]:
@@ -353,21 +390,8 @@ class State:
     ) -> tuple[list[Object], bytes | None]:
         """The objects of the first page from `low` on, and where the next one begins."""
         with self.lock:
-            place = self.map.find(low)
-            layout = place.layout
-            index = layout.index(low)
-            if index + 1 < len(layout.keys):
-                end: bytes | None = layout.keys[index + 1]
-            else:
-                end = self.map.high_of(place.low)
-            if high is not None and (end is None or end > high):
-                end = high
-            changed = place.changed_keys(low, end)
-            overlay = {key: place.records_of(key) for key in changed}
-            page = None
-            if index >= 0:
-                page = layout.pages[index] or self.fetch(layout, index)
-        following = end if end is not None and (high is None or end < high) else None
+            place, page, end, following = self._interval(low, high)
+            overlay = {key: place.records_of(key) for key in place.changed_keys(low, end)}
         if page is None:
             rows: list[Object] = []
         else:
@@ -379,6 +403,24 @@ class State:
                     rows.append(found)
             rows.sort(key=_name)
         return rows, following
+
+    def _interval(
+        self, low: bytes, high: bytes | None
+    ) -> tuple[Range, Page | None, bytes | None, bytes | None]:
+        """With the lock: the range and the page of `low`, where that page ends or `high` does, and where the
+        next one begins, None where nothing follows."""
+        place = self.map.find(low)
+        layout = place.layout
+        index = layout.index(low)
+        end = layout.keys[index + 1] if index + 1 < len(layout.keys) else self.map.high_of(place.low)
+        if high is not None and (end is None or end >= high):
+            end, following = high, None
+        else:
+            following = end
+        page = None
+        if index >= 0:
+            page = layout.pages[index] or self.fetch(layout, index)
+        return place, page, end, following
 
     def _overlaid(
         self, key: bytes, records: list[Record], page: Page | None, bucket: str, name: str, seq: int

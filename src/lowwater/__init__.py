@@ -14,11 +14,12 @@ from importlib.metadata import version
 
 from lowwater import errors
 from lowwater.engine.check import Finding
-from lowwater.engine.entries import CreateBucket, Delete, DeleteBucket, Entry, Put
 from lowwater.engine.database import Database
+from lowwater.engine.entries import CreateBucket, Delete, DeleteBucket, Entry, Put
 from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.opening import open_embedded as open
 from lowwater.engine.records import Head, Marks, Object, Page
+from lowwater.engine.transactions import Savepoint, Transaction
 
 __version__ = version("lowwater")
 
@@ -36,6 +37,8 @@ __all__ = [
     "Object",
     "Page",
     "Put",
+    "Savepoint",
+    "Transaction",
     "__version__",
     "errors",
     "open",

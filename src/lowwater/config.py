@@ -148,8 +148,10 @@ class Config(BaseSettings):
                 layers.append(_environment())
             case Mapping():
                 layers += [_environment(), _layer(_flat(source), substitute=True)]
-            case _:
+            case str() | os.PathLike():
                 layers += [_environment(), _file(source)]
+            case _:
+                raise InvalidConfig(f"{source!r:.80} is no configuration", hint="give a path, or a mapping")
         try:
             return cls.model_validate({"layers": layers})
         except ValidationError as error:

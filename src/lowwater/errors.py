@@ -3,6 +3,7 @@
     LowwaterError
     ├── RetryError               try again: nothing is wrong with the request or the data
     │   ├── Busy                     a queue stayed full for longer than the caller would wait
+    │   ├── Conflict                 somebody else has written first: run the transaction again
     │   ├── Deadlock                 a transaction was chosen to end a deadlock: start it again
     │   ├── LockTimeout              a lock was not free in time: nothing was done
     │   └── TimedOut                 the answer did not come in time; the work may still happen
@@ -14,6 +15,8 @@
     │   ├── ConditionFailed          what the write depends on is not so
     │   ├── AlreadyExists            there is a bucket, or a snapshot, of this name
     │   ├── NotEmpty                 a bucket that holds keys is not deleted
+    │   ├── TransactionEnded         it was committed or aborted before
+    │   ├── LimitExceeded            more than is taken at once
     │   ├── VersionGone              this version was dropped, or has not been written yet
     │   ├── NotFound                 there is no such file, segment, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
@@ -89,6 +92,10 @@ class Busy(RetryError):
     default_hint = "writes arrive faster than the disk takes them: slow down, or raise wal.queue_bytes_max"
 
 
+class Conflict(RetryError):
+    default_hint = "run the transaction again: it will see what the other one has written"
+
+
 class Deadlock(RetryError):
     default_hint = "transactions waited for each other in a circle: roll this one back and start it again"
 
@@ -133,6 +140,14 @@ class AlreadyExists(InputError):
 
 class NotEmpty(InputError):
     default_hint = "delete its keys first: list() says which there are"
+
+
+class TransactionEnded(InputError):
+    pass
+
+
+class LimitExceeded(InputError):
+    pass
 
 
 class VersionGone(InputError):

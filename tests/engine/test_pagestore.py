@@ -274,7 +274,7 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pages = LmdbPages.open(str(tmp_path / "pages"), map_bytes=2**20)
     done = threading.Event()
     wrong: list[object] = []
-    reads = [0] * 6
+    reads = [0] * 3
 
     def page_of(number: int) -> bytes:
         return b"%06d" % number * 800
@@ -283,7 +283,7 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         rng = random.Random(reader)
         try:
             while not done.is_set():
-                number = rng.randrange(4000)
+                number = rng.randrange(1200)
                 key = b"%06d" % number
                 way = rng.randrange(20)
                 if way == 0:
@@ -297,6 +297,8 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 elif pages.get(key) not in (None, page_of(number)):
                     wrong.append(number)
                 reads[reader] += 1
+                if reads[reader] % 20 == 0:
+                    time.sleep(0.001)
         except LowwaterError as error:
             wrong.append(error)
 
@@ -307,8 +309,8 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for thread in readers:
         thread.start()
     try:
-        for number in range(0, 4000, 50):
-            pages.write([(b"%06d" % key, page_of(key)) for key in range(number, number + 50)], [], {})
+        for number in range(0, 1200, 20):
+            pages.write([(b"%06d" % key, page_of(key)) for key in range(number, number + 20)], [], {})
     finally:
         done.set()
         for thread in readers:
@@ -316,8 +318,8 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sys.setswitchinterval(interval)
     assert wrong == []
     assert min(reads) > 10
-    assert pages._generation > 8, "the map grew less often than this test needs"
-    assert pages.get_many([b"%06d" % key for key in range(4000)]) == [page_of(key) for key in range(4000)]
+    assert pages._generation > 5, "the map grew less often than this test needs"
+    assert pages.get_many([b"%06d" % key for key in range(1200)]) == [page_of(key) for key in range(1200)]
     pages.close()
 
 
@@ -336,8 +338,10 @@ def test_a_store_that_reached_its_limit_can_be_read_and_used(tmp_path: Path) -> 
     pages.close()
 
 
-def test_a_map_that_another_process_grew_is_adopted(tmp_path: Path) -> None:
+def test_a_map_that_another_process_grew_is_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that follows a running engine must not end when that grows."""
+    # LMDB gives a reader at least the map that the store was made with.
+    monkeypatch.setattr(lmdb_store, "MAP_BYTES_INITIAL", 2**20)
     path = str(tmp_path / "pages")
     LmdbPages.open(path).close()
     pages = LmdbPages.open(path, read_only=True, map_bytes=2**20)
@@ -370,7 +374,7 @@ def test_more_threads_than_reader_slots_can_read(tmp_path: Path) -> None:
             if number < lmdb_store.READERS_HERE_MAX:
                 pages._read(lambda transaction: inside.wait(20))
             assert pages.get(b"a") == bytes(100_000)
-        except BaseException as error:
+        except (LowwaterError, AssertionError, threading.BrokenBarrierError) as error:
             failures.append(error)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(160)]
@@ -471,28 +475,27 @@ def test_a_failed_write_is_the_last_one_and_reads_go_on(
 
 
 def test_a_failed_sync_is_a_failed_write(tmp_path: Path) -> None:
-    """A pipe takes no sync. What was written before may or may not be on the disk."""
+    """/dev/null takes writes, but no sync. What was written before may or may not be on the disk."""
     path = str(tmp_path / "pages")
     pages = LmdbPages.open(path)
     pages.write([(b"a", b"1")], [], {})
-    os.mkfifo(tmp_path / "pipe")
-    with writes_to(str(tmp_path / "pipe"), os.O_RDWR, descriptors_of(f"{path}/data.mdb")[0]):
-        with pytest.raises(LogPoisoned):
-            pages.write([(b"a", b"2")], [], {})
+    data = descriptors_of(f"{path}/data.mdb")[0]
+    with writes_to("/dev/null", os.O_RDWR, data), pytest.raises(LogPoisoned, match="invalid argument"):
+        pages.write([(b"a", b"2")], [], {})
     assert pages.get(b"a") == b"1"
     with pytest.raises(LogPoisoned):
         pages.write([(b"a", b"3")], [], {})
     pages.close()
 
 
-def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path) -> None:
-    """Containers and users have such limits."""
+def test_a_limit_on_the_size_of_files_ends_the_writing(tmp_path: Path) -> None:
+    """Containers and users have such limits. The first write is cut short, which LMDB reports as EIO."""
     pages = LmdbPages.open(str(tmp_path / "pages"))
     pages.write([(b"a", b"1")], [], {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
-        with pytest.raises(DiskFull):
+        with pytest.raises(LogPoisoned):
             pages.write([(b"a", b"2"), (b"big", bytes(2**21))], [], {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -533,7 +536,7 @@ def test_a_map_that_cannot_grow_leaves_a_store_that_can_be_read(tmp_path: Path) 
     assert done.stdout.count("cannot allocate memory") == 2
 
 
-# ---------------------------------------------------------------------------- files that are not as they should be
+# ---------------------------------------------------------------------------- damaged files
 
 
 @pytest.fixture
@@ -597,8 +600,7 @@ def test_damage_within_the_tree_is_a_typed_error(stored: str) -> None:
     os.truncate(f"{stored}/data.mdb", 8192)
     os.truncate(f"{stored}/data.mdb", size)
     with pytest.raises(Corrupt) as caught:
-        pages = LmdbPages.open(stored)
-        list(pages.page_keys())
+        content(LmdbPages.open(stored))
     assert caught.value.hint
 
 

@@ -1,0 +1,352 @@
+"""engine/transactions.py: what others see of a transaction, what it sees of others, and who wins."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import lowwater
+from lowwater.engine.database import Database, EngineOptions
+from lowwater.engine.log import Seams
+from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.opening import open_with
+from lowwater.errors import (
+    Conflict,
+    Deadlock,
+    InputError,
+    LimitExceeded,
+    LockTimeout,
+    NotFound,
+    TransactionEnded,
+)
+
+
+@pytest.fixture
+def db() -> Iterator[Database]:
+    with open_with(
+        "memory", seams=Seams(files=MemoryFiles()), store=MemoryPages(), options=EngineOptions()
+    ) as database:
+        database.create_bucket("b")
+        yield database
+
+
+def value(db: Database, key: str) -> bytes | None:
+    try:
+        return db.get("b", key).value
+    except NotFound:
+        return None
+
+
+def test_writes_take_effect_together_at_the_commit(db: Database) -> None:
+    """Nobody sees half of a transfer."""
+    with db.transaction() as txn:
+        txn.put("b", "x", b"1")
+        txn.put("b", "y", b"2", {"m": "n"})
+        assert value(db, "x") is None
+        assert txn.get("b", "x").value == b"1"
+    assert (value(db, "x"), value(db, "y")) == (b"1", b"2")
+    assert db.get("b", "x").seq == db.get("b", "y").seq == txn.seq
+    assert db.get("b", "y").metadata == {"m": "n"}
+
+
+def test_an_error_in_the_block_takes_everything_back(db: Database) -> None:
+    """An exception means that the work is not done."""
+    txn = db.transaction()
+    txn.put("b", "x", b"1")
+    with pytest.raises(RuntimeError), txn:
+        raise RuntimeError
+    assert value(db, "x") is None
+    with pytest.raises(TransactionEnded):
+        txn.put("b", "x", b"2")
+
+
+def test_a_transaction_reads_as_of_one_moment(db: Database) -> None:
+    """Others may go on: what it sees fits together."""
+    db.put("b", "x", b"1")
+    txn = db.transaction()
+    db.put("b", "x", b"2")
+    db.put("b", "new", b"3")
+    db.checkpoint()
+    assert txn.get("b", "x").value == b"1"
+    with pytest.raises(NotFound):
+        txn.get("b", "new")
+    assert [each.key for each in txn.scan("b")] == ["x"]
+    txn.abort()
+    assert value(db, "x") == b"2"
+
+
+def test_the_first_to_commit_wins(db: Database) -> None:
+    """No update is lost."""
+    db.put("b", "x", b"1")
+    txn = db.transaction()
+    assert txn.get("b", "x").value == b"1"
+    db.put("b", "x", b"2")
+    with pytest.raises(Conflict):
+        txn.put("b", "x", b"3")
+    txn.abort()
+    first, second = db.transaction(), db.transaction()
+    first.put("b", "x", b"4")
+    with pytest.raises(LockTimeout):
+        db.transaction(lock_timeout_s=0).put("b", "x", b"5")
+    first.commit()
+    with pytest.raises(Conflict):
+        second.put("b", "x", b"5")
+    assert value(db, "x") == b"4"
+
+
+def test_a_plain_put_between_write_and_commit_dooms_the_commit(db: Database) -> None:
+    """Plain writes take no locks; the commit finds them."""
+    txn = db.transaction()
+    txn.put("b", "x", b"1")
+    db.put("b", "x", b"2")
+    with pytest.raises(Conflict):
+        txn.commit()
+    assert value(db, "x") == b"2"
+
+
+def test_a_deletion_by_others_is_a_conflict_too(db: Database) -> None:
+    """Even when it was flushed meanwhile."""
+    db.put("b", "x", b"1")
+    txn = db.transaction()
+    db.delete("b", "x")
+    db.checkpoint()
+    with pytest.raises(Conflict):
+        txn.put("b", "x", b"2")
+
+
+@pytest.mark.parametrize("isolation", ["snapshot", "serializable"])
+def test_write_skew_is_refused_by_serializable_only(db: Database, isolation: str) -> None:
+    """The two doctors who both go off call."""
+    db.put("b", "x", b"on")
+    db.put("b", "y", b"on")
+    first = db.transaction(isolation)  # type: ignore[arg-type]
+    second = db.transaction(isolation)  # type: ignore[arg-type]
+    assert first.get("b", "y").value == second.get("b", "x").value == b"on"
+    first.put("b", "x", b"off")
+    second.put("b", "y", b"off")
+    first.commit()
+    if isolation == "serializable":
+        with pytest.raises(Conflict):
+            second.commit()
+        assert value(db, "y") == b"on"
+    else:
+        second.commit()
+        assert value(db, "y") == b"off"
+
+
+def test_a_phantom_is_refused_by_serializable(db: Database) -> None:
+    """What a scan did not find counts as read."""
+    txn = db.transaction("serializable")
+    assert list(txn.scan("b", "room/")) == []
+    db.put("b", "room/1", b"taken")
+    db.checkpoint()
+    txn.put("b", "booking", b"room 1")
+    with pytest.raises(Conflict):
+        txn.commit()
+    absent = db.transaction("serializable")
+    with pytest.raises(NotFound):
+        absent.get("b", "nobody")
+    db.put("b", "nobody", b"here")
+    absent.put("b", "booking", b"2")
+    with pytest.raises(Conflict):
+        absent.commit()
+
+
+def test_savepoints_take_back_what_came_after_them(db: Database) -> None:
+    """One step fails, the work before it stays."""
+    db.put("b", "old", b"0")
+    with db.transaction() as txn:
+        txn.put("b", "x", b"1")
+        first = txn.savepoint()
+        txn.put("b", "x", b"2")
+        txn.put("b", "y", b"3")
+        txn.delete("b", "old")
+        second = txn.savepoint()
+        txn.put("b", "z", b"4")
+        txn.rollback_to(second)
+        assert [each.key for each in txn.scan("b")] == ["x", "y"]
+        txn.rollback_to(first)
+        assert [(each.key, each.value) for each in txn.scan("b")] == [("old", b"0"), ("x", b"1")]
+        with pytest.raises(InputError):
+            txn.rollback_to(second)
+        other = db.transaction(lock_timeout_s=0)
+        other.put("b", "y", b"mine")
+        other.commit()
+    assert (value(db, "x"), value(db, "y"), value(db, "z")) == (b"1", b"mine", None)
+
+
+def test_a_scan_merges_own_writes_in_order(db: Database) -> None:
+    """A transaction reads what it wrote, in its place."""
+    for key in "bdf":
+        db.put("b", key, b"old")
+    with db.transaction() as txn:
+        for key in "aceg":
+            txn.put("b", key, b"new")
+        txn.put("b", "d", b"own")
+        txn.delete("b", "f")
+        assert [(each.key, each.value) for each in txn.scan("b")] == [
+            ("a", b"new"), ("b", b"old"), ("c", b"new"), ("d", b"own"), ("e", b"new"), ("g", b"new"),
+        ]  # fmt: skip
+
+
+def test_two_that_wait_for_each_other_are_found(db: Database) -> None:
+    """One gives way, the other commits."""
+    outcomes: list[str] = []
+    both = threading.Barrier(2)
+
+    def run(first: str, second: str) -> None:
+        try:
+            with db.transaction(lock_timeout_s=20) as txn:
+                txn.put("b", first, b"1")
+                both.wait(10)
+                txn.put("b", second, b"1")
+            outcomes.append("committed")
+        except (Deadlock, Conflict) as error:
+            outcomes.append(type(error).__name__)
+
+    threads = [threading.Thread(target=run, args=order) for order in (("x", "y"), ("y", "x"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(outcomes) == ["Deadlock", "committed"]
+
+
+def test_misuse_is_told(db: Database) -> None:
+    """Each wrong use has an error that says what to do."""
+    with pytest.raises(InputError, match="isolation"):
+        db.transaction("dirty")  # type: ignore[arg-type]
+    txn = db.transaction()
+    with pytest.raises(NotFound):
+        txn.put("nowhere", "k", b"")
+    with pytest.raises(NotFound):
+        txn.delete("b", "nothing")
+    txn.put("b", "0", bytes(15 * 2**20))
+    txn.put("b", "1", bytes(15 * 2**20))
+    with pytest.raises(LimitExceeded):
+        txn.put("b", "2", bytes(15 * 2**20))
+    errors: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            txn.put("b", "k", b"")
+        except InputError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "thread" in str(errors[0])
+    with pytest.raises(InputError):
+        db.transaction().rollback_to(txn.savepoint())
+    txn.abort()
+    for call in (txn.commit, txn.abort, txn.savepoint, lambda: txn.get("b", "x")):
+        with pytest.raises(TransactionEnded):
+            call()
+
+
+def test_nothing_stays_behind_an_end(db: Database) -> None:
+    """Pins keep versions, and locks keep others out."""
+    for number in range(20):
+        txn = db.transaction("serializable")
+        txn.put("b", "x", b"%d" % number)
+        (txn.commit if number % 2 else txn.abort)()
+    assert db._state._pins == {}
+    assert db._locks.table.held == 0
+    assert list(db._locks.check()) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_interleaved_transactions_agree_with_copies_of_a_dictionary(db: Database, seed: int) -> None:
+    """Snapshot isolation, by its definition."""
+    rng = random.Random(seed)
+    keys = [f"k{number}" for number in range(6)]
+    model: dict[str, bytes] = {}
+    changed: dict[str, int] = {}
+    clock = 0
+    running: list[tuple[lowwater.Transaction, dict[str, bytes], dict[str, bytes | None], int]] = []
+    locked: dict[lowwater.Transaction, set[str]] = {}
+    for step in range(300):
+        what = rng.random()
+        key = rng.choice(keys)
+        if what < 0.15 and len(running) < 4:
+            running.append((db.transaction(lock_timeout_s=0), dict(model), {}, clock))
+        elif what < 0.3:
+            db.put("b", key, b"%d" % step)
+            clock += 1
+            model[key], changed[key] = b"%d" % step, clock
+        elif what < 0.35:
+            db.checkpoint()
+        elif running:
+            txn, seen, own, began = running[rng.randrange(len(running))]
+            mine = {**seen, **own}
+            expected = sorted((each, data) for each, data in mine.items() if data is not None)
+            if what < 0.7:
+                try:
+                    if rng.random() < 0.7:
+                        txn.put("b", key, b"t%d" % step)
+                        own[key] = b"t%d" % step
+                    else:
+                        txn.delete("b", key)
+                        own[key] = None
+                except NotFound:
+                    assert mine.get(key) is None
+                except Conflict:
+                    assert changed.get(key, 0) > began
+                    locked.setdefault(txn, set()).add(key)
+                except LockTimeout:
+                    assert any(each[0] is not txn and key in locked.get(each[0], ()) for each in running)
+                else:
+                    locked.setdefault(txn, set()).add(key)
+            elif what < 0.85:
+                assert [(each.key, each.value) for each in txn.scan("b")] == expected
+            else:
+                running = [each for each in running if each[0] is not txn]
+                try:
+                    txn.commit()
+                except Conflict:
+                    assert any(changed.get(each, 0) > began for each in own)
+                else:
+                    assert not any(changed.get(each, 0) > began for each in own)
+                    clock += 1
+                    for each, data in own.items():
+                        changed[each] = clock
+                        if data is None:
+                            model.pop(each, None)
+                        else:
+                            model[each] = data
+    assert {each.key: each.value for each in db.scan("b")} == model
+
+
+def test_counters_by_many_threads_lose_nothing(tmp_path: Path) -> None:
+    """The same as above, with real threads and a real disk."""
+    with lowwater.open(tmp_path / "data") as db:
+        db.create_bucket("b")
+        db.put("b", "n", b"0")
+
+        def retry(work: Callable[[lowwater.Transaction], None]) -> None:
+            while True:
+                try:
+                    with db.transaction() as txn:
+                        work(txn)
+                except (Conflict, Deadlock, LockTimeout):
+                    continue
+                return
+
+        def add(txn: lowwater.Transaction) -> None:
+            txn.put("b", "n", b"%d" % (int(txn.get("b", "n").value) + 1))
+
+        threads = [threading.Thread(target=lambda: [retry(add) for _ in range(25)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert db.get("b", "n").value == b"100"
+        root = db.root()
+    with lowwater.open(tmp_path / "data") as db:
+        assert db.root() == root
