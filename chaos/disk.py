@@ -74,6 +74,9 @@ class Fault:
 
 NO_FAULT = Fault()
 
+# As the real sequential file has it.
+BLOCK_BYTES = 4096
+
 
 class NameChange(NamedTuple):
     """`old` goes, `new` comes: a creation has no `old`, a removal no `new`."""
@@ -122,11 +125,14 @@ def _parent(path: str) -> str:
 class FaultyFile:
     """An open file of a FaultyFiles, in one life of it."""
 
-    def __init__(self, files: FaultyFiles, inode: Inode, path: str, *, writable: bool) -> None:
+    def __init__(
+        self, files: FaultyFiles, inode: Inode, path: str, *, writable: bool, sequential: bool = False
+    ) -> None:
         self._files = files
         self._inode = inode
         self._path = path
         self._writable = writable
+        self._sequential = sequential
         self._life = files.life
         self._closed = False
 
@@ -155,7 +161,7 @@ class FaultyFile:
                 if count == 0:
                     raise _os_error(errno.ENOSPC, self._path)
             if count:
-                self._inode.change(Change(offset, data[:count]))
+                self._inode.change(self._as_written(offset, data[:count], whole=count == len(data)))
             if fault.error:
                 raise _os_error(fault.error, self._path)
             return count
@@ -164,6 +170,18 @@ class FaultyFile:
         count = self._files.perform("write", self._path, effect, offset=offset, data=data, life=self._life)
         self.sync(sync)
         return count
+
+    def _as_written(self, offset: int, data: bytes, *, whole: bool) -> Change:
+        """What a write puts on the disk: of a sequential file whole blocks, what stands before the data in
+        its first one again, and zeros behind it."""
+        padding = -(offset + len(data)) % BLOCK_BYTES
+        free = self._files.free_bytes
+        growth = offset + len(data) + padding - len(self._inode.cache)
+        if not self._sequential or not whole or (free is not None and growth > free):
+            return Change(offset, data)
+        start = offset - offset % BLOCK_BYTES
+        before = bytes(self._inode.cache[start:offset]).ljust(offset - start, b"\0")
+        return Change(start, before + data + bytes(padding))
 
     def sync(self, mode: SyncMode) -> None:
         # Only what was written when it began: a sync may be slow, and others may write meanwhile.
@@ -248,10 +266,12 @@ class FaultyFiles:
     ) -> FaultyFile:
         def effect(_: Fault) -> FaultyFile:
             if not create:
-                return FaultyFile(self, self._inode(path), path, writable=write)
+                return FaultyFile(
+                    self, self._inode(path), path, writable=write, sequential=sequential and write
+                )
             if path in self._names or path in self._directories:
                 raise _os_error(errno.EEXIST, path)
-            return FaultyFile(self, self._create(path), path, writable=True)
+            return FaultyFile(self, self._create(path), path, writable=True, sequential=sequential)
 
         return self.perform("create" if create else "open", path, effect)
 

@@ -49,8 +49,8 @@ class CleanPages:
         """A layout whose pages are in the store now: so many stay in memory as fit."""
         with self._lock:
             for index, page in enumerate(layout.pages):
-                if page is None:
-                    continue
+                if page is None or layout.sizes[index]:
+                    continue  # not here, or read, and counted, since the layout came into force
                 if self.bytes < self.bytes_max:
                     self._add(layout, index, page)
                 else:

@@ -23,6 +23,8 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import content, format
 from lowwater.engine.chain import Chain
+from lowwater.engine.check import Finding
+from lowwater.engine.check_pages import check_pages
 from lowwater.engine.entries import Control, CreateBucket, Delete, DeleteBucket, Entry, Put
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind, ValueRef
@@ -124,6 +126,7 @@ class Database:
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
+        state.versions_seq = meta.applied
         state.decide_keeping()
         state.locate = self._locate
         state.load_buckets()
@@ -737,11 +740,13 @@ class Database:
             raise InputError(f"{seq!r:.80} is no seq", hint="give the seq of an entry, or None")
 
         def decide() -> None:
-            if seq is not None and not self._state.floor <= seq <= self._state.applied:
+            # Not by what is pinned here: after a crash nothing keeps those versions.
+            floor = self._state.floor_kept(self._state.applied)
+            if seq is not None and not floor <= seq <= self._state.applied:
                 raise VersionGone(
                     f"the horizon cannot be at {seq}",
                     seq=seq,
-                    hint=f"from {self._state.floor} on there are versions",
+                    hint=f"from {floor} on there are versions",
                 )
 
         return self._write(
@@ -762,6 +767,24 @@ class Database:
     @property
     def registry(self) -> CollectorRegistry:
         return self._log.registry
+
+    def check(self) -> Iterator[Finding]:
+        """Verify the log and the pages, byte for byte. An empty answer means that both are sound."""
+        self._require_open()
+        return self._check()
+
+    def _check(self) -> Iterator[Finding]:
+        marks = self.marks()
+        if list(marks) != sorted(marks, reverse=True):
+            yield Finding("error", f"the marks are out of order: {marks}", self._log.directory)
+        yield from self._log.check()
+        yield from check_pages(
+            self._store,
+            self._store.path,
+            boundaries=self._state.boundaries,
+            seq_durable=self._wal.durable_seq,
+            read_value=self._values.read,
+        )
 
     def metrics(self) -> CollectorRegistry:
         """The registry with everything that is measured here."""

@@ -11,6 +11,7 @@ Always true:
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator
 from itertools import pairwise
@@ -18,10 +19,10 @@ from itertools import pairwise
 import cbor2
 
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.pages import Page, encode_page, merge
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge
 from lowwater.engine.ranges import Layout, Range
 from lowwater.engine.records import PageVersion, page_version
-from lowwater.engine.state import RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
+from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
 
 BEFORE_COMMIT = Failpoint("pages.before_commit")
 AFTER_COMMIT = Failpoint("pages.after_commit")
@@ -184,14 +185,32 @@ class Flusher:
                 floor=floor,
                 boundaries=state.boundaries,
             )
-            if index >= 0 and not (merged and merged[0][0] == low):
-                deletes.append(low)
+            if page is not None and not (merged and merged[0][0] == low):
+                seq = max(frozen_seq, page.seq)
+                if self._joins(each, before, keys, pages, seq):
+                    deletes.append(low)
+                else:
+                    merged.insert(0, (low, _placeholder(low, seq)))
             for key, result in merged:
                 keys.append(key)
                 pages.append(result)
                 puts.append((key, encode_page(result, key)))
             yield
         return Layout(keys, pages)
+
+    def _joins(
+        self, each: Range, before: Layout, keys: list[bytes], pages: list[Page | None], seq: int
+    ) -> bool:
+        """Whether the page before may take over the keys of one that has become empty: its seq would say
+        that it has all their changes up to there. So it must not be above `seq`, which is what is known of
+        them (redo meets pages that are ahead of it), and it must be of the same range: others are flushed
+        at other times."""
+        if not keys:
+            return each.low == LOWEST  # before the first page of all there is none
+        page = pages[-1]
+        if page is None:
+            page = self._state.fetch(before, before.index(keys[-1]))
+        return page.seq <= seq
 
     def _versions(self, each: Range, keys: list[bytes]) -> Iterator[tuple[bytes, list[PageVersion]]]:
         frozen, older = each.frozen, each.frozen_older
@@ -253,10 +272,15 @@ class Flusher:
         return {
             **self._identity,
             "version": META_VERSION,
-            "applied": frozen_seq,
+            "applied": max(frozen_seq, state.versions_seq),
             "horizon": state.horizon,
             "snapshots": dict(sorted(state.snapshots.items())),
         }
+
+
+def _placeholder(low: bytes, seq: int) -> Page:
+    """A page without keys: one tombstone, which is older than all that was ever written."""
+    return Page(seq, [low], array("Q", [0]), array("Q", [0]), bytearray([TOMBSTONE]), [b""], [b""])
 
 
 def _as_group(ranges: list[Range]) -> list[Range]:

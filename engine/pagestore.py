@@ -30,6 +30,8 @@ _HINT = "pages cannot be written, reads go on: {}, then close and open again. No
 class PageStore(Protocol):
     """Any number of threads may read at any time. Writes wait for each other."""
 
+    path: str
+
     def read_meta(self) -> dict[bytes, bytes]:
         """All of what was written as meta, as of one transaction."""
         ...

@@ -74,6 +74,7 @@ class State:
         # None: nothing is kept but for pins; else versions back to this seq are.
         self.horizon: int | None = None
         self.snapshots: dict[str, int] = {}  # the log's pins, by name
+        self.versions_seq = 0  # both are those as of this seq, or of `applied` where that is higher
         self._pins: dict[int, int] = {}  # this process' own, with their number
         self.keeps_older = False
         self.dirty_bytes = 0
@@ -104,7 +105,10 @@ class State:
                 if key[0] == 0:
                     self._apply_bucket(key, version_seq, payload)
             elif kind in (Kind.HORIZON, Kind.PIN, Kind.UNPIN):
-                self._apply_versions_entry(seq, kind, payload)
+                # What redo repeats of these is in force already: going through it again would lift the
+                # floor in between, where a pin that kept it down is gone since.
+                if seq > self.versions_seq:
+                    self._apply_versions_entry(seq, kind, payload)
             elif kind in (Kind.BEGIN, Kind.COMMIT, Kind.ABORT) or flags & Flag.TXN:
                 raise InternalError("transactions are not in this version", seq=seq)
         self.applied = seq
@@ -191,7 +195,11 @@ class State:
         return self.floor_for(self.applied)
 
     def floor_for(self, seq: int) -> int:
-        floors = [seq, *list(self._pins), *self.snapshots.values()]
+        return min([self.floor_kept(seq), *list(self._pins)])
+
+    def floor_kept(self, seq: int) -> int:
+        """The same without this process' pins: what the log says, and redo keeps."""
+        floors = [seq, *self.snapshots.values()]
         if self.horizon is not None:
             floors.append(self.horizon)
         return min(floors)
@@ -221,12 +229,15 @@ class State:
         """An object that was read a short while ago, if nothing has changed since. Always durable."""
         found = self._ready_new.get(key)
         if found is None and (found := self._ready_old.get(key)) is not None:
-            # Never waits: a writer, who takes objects out, may have the lock for a while.
-            if self.lock.acquire(blocking=False):
-                if self._ready_old.get(key) is found:
-                    self._ready_new[key] = found
-                self.lock.release()
+            self._move_to_new(key, found)
         return found
+
+    def _move_to_new(self, key: bytes, found: Object) -> None:
+        # With the lock, because a writer may be taking it out. Nobody waits for that: it can be moved later.
+        if self.lock.acquire(blocking=False):
+            if self._ready_old.get(key) is found:
+                self._ready_new[key] = found
+            self.lock.release()
 
     def newest(self, key: bytes, bucket: str, name: str, durable_seq: int) -> tuple[Object | None, int]:
         """The newest version of a key, None where there is none, and the seq that this rests on."""
@@ -465,10 +476,10 @@ class State:
             if key not in overlay:
                 while row < after and page.seqs[row] > seq:
                     row += 1
-                if (
-                    row < after
-                    and (found := self._row_of(page, row, bucket, key[skip:].decode())) is not None
-                ):
+                # The key of a page's placeholder may be no text, so it is decoded for those that live only.
+                if row < after and not page.flags[row] & TOMBSTONE:
+                    found = self._row_of(page, row, bucket, key[skip:].decode())
+                    assert found is not None
                     rows.append(found)
             row = after
         return rows

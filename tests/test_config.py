@@ -344,12 +344,17 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_path(tmp_path: Path) -> 
 def test_the_documentation_lists_each_key_with_its_default() -> None:
     """The table is what people read; the fields are what counts."""
     text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
-    documented = {f"wal.{key}": default.strip("` ") for key, default in rows}
+    documented = {}
+    for section, table in re.findall(r"^## `\[(\w+)\]`(.*?)^## ", text.replace("\n## ", "\n## \n## "), re.M | re.S):
+        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
+        documented |= {f"{section}.{key}": default.strip("` ") for key, default in rows}
     assert sorted(documented) == sorted(KEYS)
     for key, default in documented.items():
-        actual = getattr(WalConfig(), key.removeprefix("wal."))
-        if isinstance(actual, int):
+        section, name = key.split(".")
+        actual = getattr(getattr(Config(), section), name)
+        if isinstance(actual, float):
+            assert parse_seconds(default) == actual, key
+        elif isinstance(actual, int):
             assert parse_bytes(default) == actual, key
         else:
             assert default == str(actual).lower(), key

@@ -1,0 +1,154 @@
+"""Integrity of the pages of a database: what `Database.check()` adds to the log's own check.
+
+Always true: checking changes nothing and goes on after a finding; memory depends on the largest page and the
+largest value only. Pages may be flushed while it runs: a page that went away meanwhile is no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, pairwise
+
+from blake3 import blake3
+
+from lowwater.engine.check import Finding
+from lowwater.engine.pages import (
+    BUCKET,
+    KEY_END,
+    REFERENCE,
+    TOMBSTONE,
+    Boundaries,
+    Page,
+    decode_key,
+    decode_page,
+    page_key,
+)
+from lowwater.engine.pagestore import PageStore
+from lowwater.engine.records import VALUE_PLACE, PlaceReader
+from lowwater.engine.replay import Meta, read_meta
+from lowwater.engine.state import LOWEST
+from lowwater.errors import Corrupt, LowwaterError
+
+_HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
+
+
+def check_pages(
+    store: PageStore, path: str, *, boundaries: Boundaries, seq_durable: int, read_value: PlaceReader
+) -> Iterator[Finding]:
+    """Every finding about the pages of a store, which belong to a log that is durable up to `seq_durable`."""
+    yield from check_state(store, path, seq_durable)
+    yield from _check_first(store, path)
+    for key, following in pairwise(chain(store.page_keys(), [KEY_END])):
+        try:
+            page = _read(store, key)
+            if page is None:
+                continue  # it went away meanwhile
+            why = _why_misplaced(page, key, following, boundaries)
+            if why and following != KEY_END and store.get(following) is None:
+                why = ""  # what was there is in this page by now
+            if why := why or _why_disordered(page):
+                yield _error(f"the page of {_shown(key)}: {why}", path)
+            yield from _check_rows(page, path, read_value)
+        except LowwaterError as error:
+            yield _error(f"the page of {_shown(key)}: {error.message}", path)
+
+
+def check_state(store: PageStore, path: str, seq_durable: int) -> Iterator[Finding]:
+    """What the store says about itself."""
+    try:
+        meta = read_meta(store.read_meta(), path)
+    except LowwaterError as error:
+        yield Finding.of(error, path)
+        return
+    if meta is None:
+        return
+    for why in _why_out_of_order(meta, seq_durable):
+        yield _error(why, path)
+
+
+def _why_out_of_order(meta: Meta, seq_durable: int) -> Iterator[str]:
+    if not meta.redo_seq <= meta.applied + 1:
+        yield f"redo begins at {meta.redo_seq}, and the pages hold nothing above {meta.applied}"
+    if not meta.applied <= seq_durable:
+        yield f"the pages hold entries up to {meta.applied}, and the log ends at {seq_durable}"
+    if meta.horizon is not None and meta.horizon > meta.applied:
+        yield f"the horizon is {meta.horizon}, above the last entry {meta.applied}"
+    for name, seq in meta.snapshots.items():
+        if seq > meta.applied:
+            yield f"the snapshot {name!r} is of {seq}, above the last entry {meta.applied}"
+
+
+def _check_first(store: PageStore, path: str) -> Iterator[Finding]:
+    first = next(store.page_keys(), None)
+    if first is not None and first < LOWEST:
+        yield _error(f"a page lies under {_shown(first)}, below all keys", path)
+
+
+def _read(store: PageStore, key: bytes) -> Page | None:
+    data = store.get(key)
+    return None if data is None else decode_page(data, key)
+
+
+def _why_misplaced(page: Page, key: bytes, following: bytes, boundaries: Boundaries) -> str:
+    """Whether the page begins where pages begin, and its keys lie between that and the next page."""
+    if key != LOWEST and not boundaries.is_boundary(key):
+        return "no page begins at this key"
+    if not key <= page.keys[0] or not page.keys[-1] < following:
+        return "it holds keys that belong to another page"
+    for each in set(page.keys):
+        if page_key(each) != key and boundaries.is_boundary(each):
+            return f"a page of its own begins at {_shown(each)}, which lies in this one"
+    return ""
+
+
+def _why_disordered(page: Page) -> str:
+    """Whether keys rise, and the seqs of one key's versions fall."""
+    for (key, seq), (following, seq_following) in pairwise(zip(page.keys, page.seqs, strict=True)):
+        if key > following:
+            return f"the key {_shown(following)} is out of order"
+        if key == following and seq <= seq_following:
+            return f"the versions of {_shown(key)} are out of order"
+    return ""
+
+
+def _check_rows(page: Page, path: str, read_value: PlaceReader) -> Iterator[Finding]:
+    """Each row for itself."""
+    for index, key in enumerate(page.keys):
+        seq, _, flags, _, value = page.row(index)
+        try:
+            bucket, _ = decode_key(key)
+        except Corrupt as error:
+            yield _error(f"{_shown(key)}: {error.message}", path, seq)
+            continue
+        if not flags & TOMBSTONE and bool(flags & BUCKET) == bool(bucket):
+            yield _error(f"{_shown(key)}: data stand where buckets do, or the reverse", path, seq)
+        if flags & REFERENCE:
+            try:
+                why = _why_unreadable(value, read_value)
+            except LowwaterError as error:
+                why = error.message
+            if why:
+                yield _error(f"the large value of {_shown(key)}: {why}", path, seq)
+
+
+def _why_unreadable(place: bytes, read_value: PlaceReader) -> str:
+    if len(place) != VALUE_PLACE.size:
+        return "its reference has another size"
+    _, _, length, value_hash = VALUE_PLACE.unpack(place)
+    value = read_value(place)
+    if len(value) != length or blake3(value).digest() != value_hash:
+        return "what lies in its place is another value"
+    return ""
+
+
+def _error(what: str, path: str, seq: int | None = None) -> Finding:
+    return Finding("error", what, path, seq, None, _HINT)
+
+
+def _shown(key: bytes) -> str:
+    """An encoded key as people know it."""
+    try:
+        bucket, name = decode_key(key)
+    except Corrupt:
+        return repr(key[:40])
+    return f"{name.decode(errors='replace')!r:.80} in {bucket.decode(errors='replace')!r:.80}"

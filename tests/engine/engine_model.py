@@ -1,0 +1,926 @@
+"""A model of the database, and a driver that holds a database to it on a disk that forgets.
+
+Always true:
+  - a `Model` is dictionaries of versions and nothing else. It shares no code with the engine: its root is
+    written from the description in `engine/content.py`;
+  - a `Driver` runs a database in one thread, from one seed. It knows what every call must return before it
+    makes it, and what a call that a crash interrupts may have done.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import cbor2
+import pytest
+from blake3 import blake3
+
+from lowwater.chaos.clock import SeededRandomness, VirtualClock
+from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
+from lowwater.chaos.runner import StepRunner
+from lowwater.chaos.survival import SURVIVALS, Survival
+from lowwater.engine import flush, replay, state
+from lowwater.engine.chain import create_entry
+from lowwater.engine.database import Database, EngineOptions
+from lowwater.engine.entries import Delete, Put
+from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.opening import open_with
+from lowwater.engine.pages import decode_page
+from lowwater.engine.records import Head, Object, Page
+from lowwater.errors import AlreadyExists, ConditionFailed, LowwaterError, NotEmpty, NotFound, VersionGone
+
+T = TypeVar("T")
+
+CLUSTER_ID = bytes(range(16))
+SALT = bytes(range(16, 32))
+PAGE_KEYS = 4
+INLINE_BYTES_MAX = 256
+DIRECTORY = "db"
+
+
+# ---------------------------------------------------------------------------- the model
+
+
+class Version(NamedTuple):
+    """`value` is None where the key, or the bucket, was deleted."""
+
+    seq: int
+    time_us: int
+    value: bytes | None
+    metadata: dict[str, str] | None = None
+
+
+Effect = tuple[str, Any, Any, Any, Any]
+"""(what, bucket or name, key, value or seq, metadata)"""
+
+
+class Unit(NamedTuple):
+    """What happens as a whole or not at all: one entry, or a group."""
+
+    seq: int  # the last one
+    time_us: int
+    effects: list[Effect]
+
+
+def encoded(bucket: str, key: str) -> bytes:
+    name = bucket.encode()
+    return bytes([len(name)]) + name + key.encode()
+
+
+class Model:
+    def __init__(self, *, salt: bytes = SALT, page_keys: int = PAGE_KEYS) -> None:
+        self.applied = 0
+        self.time_us = 0
+        self.horizon: int | None = None
+        self.snapshots: dict[str, int] = {}
+        self.pins: Counter[int] = Counter()
+        self.buckets: dict[str, list[Version]] = {}
+        self.keys: dict[str, dict[str, list[Version]]] = {}
+        self._salt = blake3(salt).digest()
+        self._page_keys = page_keys
+        self._hashes: dict[bytes, int] = {}
+
+    # ------------------------------------------------------------------ entries
+
+    def apply(self, unit: Unit) -> None:
+        assert unit.seq > self.applied
+        for what, name, key, value, metadata in unit.effects:
+            if what == "bucket":
+                self._add(self.buckets.setdefault(name, []), Version(unit.seq, unit.time_us, value))
+            elif what == "key":
+                versions = self.keys.setdefault(name, {}).setdefault(key, [])
+                self._add(versions, Version(unit.seq, unit.time_us, value, metadata or None))
+            elif what == "horizon":
+                self.horizon = None if value is None else max(value, self.horizon or 0)
+            elif what == "pin":
+                self.snapshots[name] = value
+            elif what == "unpin":
+                del self.snapshots[name]
+            else:
+                assert what == "create", what
+        self.applied = unit.seq
+        self.time_us = unit.time_us
+
+    def _add(self, versions: list[Version], version: Version) -> None:
+        if versions and versions[-1].seq == version.seq:
+            versions.pop()  # of several writes to a key in a group the last survives
+        versions.append(version)
+        if len(versions) > 40:
+            floor = self.floor
+            del versions[: max(0, bisect_right(versions, floor, key=lambda each: each.seq) - 1)]
+
+    # ------------------------------------------------------------------ what can be read
+
+    @property
+    def floor_kept(self) -> int:
+        """What the log itself keeps, whatever this process reads."""
+        floors = [self.applied, *self.snapshots.values()]
+        return min(floors if self.horizon is None else [*floors, self.horizon])
+
+    @property
+    def floor(self) -> int:
+        return min(self.floor_kept, *self.pins) if self.pins else self.floor_kept
+
+    def can_read(self, at: int | None) -> bool:
+        return at is None or self.floor <= at <= self.applied
+
+    def has_bucket(self, bucket: str, at: int | None = None) -> bool:
+        return _at(self.buckets.get(bucket, ()), at) is not None
+
+    def get(self, bucket: str, key: str, at: int | None = None) -> Object | None:
+        found = _at(self.keys.get(bucket, {}).get(key, ()), at)
+        return None if found is None else _object(bucket, key, found)
+
+    def live(self, bucket: str, prefix: str = "", at: int | None = None) -> list[Object]:
+        found = []
+        for key, versions in sorted(self.keys.get(bucket, {}).items()):
+            if key.startswith(prefix) and (version := _at(versions, at)) is not None:
+                found.append(_object(bucket, key, version))
+        return found
+
+    def list(
+        self, bucket: str, prefix: str, delimiter: str | None, start_after: str | None, limit: int, at: int | None
+    ) -> Page:
+        objects: list[Head] = []
+        prefixes: list[str] = []
+        last = None
+        for found in self.live(bucket, prefix, at):
+            key = found.key
+            if start_after is not None:
+                if key <= start_after:
+                    continue
+                ended = delimiter and start_after.endswith(delimiter) and len(start_after) > len(prefix)
+                if ended and key.startswith(start_after):
+                    continue
+            end = key.find(delimiter, len(prefix)) if delimiter else -1
+            name = key[: end + len(delimiter)] if delimiter and end >= 0 else key
+            if end >= 0 and prefixes and prefixes[-1] == name:
+                continue
+            if len(objects) + len(prefixes) == limit:
+                return Page(objects, prefixes, last)
+            last = name
+            if end >= 0:
+                prefixes.append(name)
+            else:
+                objects.append(_head(found))
+        return Page(objects, prefixes, None)
+
+    def bucket_names(self, at: int | None = None) -> list[str]:
+        return sorted(bucket for bucket in self.buckets if self.has_bucket(bucket, at))
+
+    # ------------------------------------------------------------------ the root
+
+    def root(self, at: int | None = None) -> str:
+        """The description: rows, cut into blocks at boundaries, and lists of blocks at rarer ones."""
+        rows = []
+        for bucket in self.bucket_names(at):
+            version = _at(self.buckets[bucket], at)
+            assert version is not None
+            rows.append(_row(b"\0" + bucket.encode(), version, 4))
+            for found in self.live(bucket, at=at):
+                version = _at(self.keys[bucket][found.key], at)
+                assert version is not None
+                rows.append(_row(encoded(bucket, found.key), version, 0))
+        lists: list[list[bytes]] = [[]]
+        block = b""
+        for key, row in sorted(rows):
+            if block and self.is_boundary(key, self._page_keys):
+                lists[-1].append(blake3(block).digest())
+                block = b""
+                if self.is_boundary(key, self._page_keys * 256):
+                    lists.append([])
+            block += row
+        if block:
+            lists[-1].append(blake3(block).digest())
+        return blake3(b"".join(blake3(b"".join(hashes)).digest() for hashes in lists)).hexdigest()
+
+    def is_boundary(self, key: bytes, every: int) -> bool:
+        key = key[:500]
+        number = self._hashes.get(key)
+        if number is None:
+            number = int.from_bytes(blake3(key, key=self._salt).digest(8), "little")
+            self._hashes[key] = number
+        return number < 2**64 // every
+
+
+def _at(versions: Sequence[Version], at: int | None) -> Version | None:
+    """The newest version not above `at`; None where that is a deletion."""
+    index = len(versions) if at is None else bisect_right(versions, at, key=lambda each: each.seq)
+    return versions[index - 1] if index and versions[index - 1].value is not None else None
+
+
+def _object(bucket: str, key: str, version: Version) -> Object:
+    assert version.value is not None
+    return Object(bucket, key, version.value, version.metadata, version.seq, version.time_us)
+
+
+def _head(found: Object) -> Head:
+    return Head(found.bucket, found.key, len(found.value), found.metadata, found.seq, found.time_us)
+
+
+_ROW = Struct("<HQQBIQ")
+
+
+def _row(key: bytes, version: Version, flags: int) -> tuple[bytes, bytes]:
+    metadata = cbor2.dumps(version.metadata, canonical=True) if version.metadata else b""
+    value = version.value
+    assert value is not None
+    stored = value
+    if len(value) > INLINE_BYTES_MAX:
+        flags |= 2
+        stored = blake3(value).digest()
+    head = _ROW.pack(len(key), version.seq, version.time_us, flags, len(metadata), len(value))
+    return key, head + key + metadata + stored
+
+
+# ---------------------------------------------------------------------------- the machine
+
+
+@contextmanager
+def small_limits(
+    *, range_pages: int = 6, changes_max: int = 12, group_bytes: int = 20_000, read_bytes: int = 4096
+) -> Iterator[None]:
+    """What takes a big database otherwise: ranges that divide, groups that are not everything, runs of a
+    log that end inside a segment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "RANGE_PAGES", range_pages)
+        patch.setattr(flush, "RANGE_PAGES", range_pages)
+        patch.setattr(flush, "CHANGES_MAX", changes_max)
+        patch.setattr(flush, "GROUP_BYTES", group_bytes)
+        patch.setattr(replay, "READ_BYTES", read_bytes)
+        yield
+
+
+def tiny(options: EngineOptions, pool_bytes_max: int) -> EngineOptions:
+    """A pool of a few pages, below what is sensible and allowed."""
+    object.__setattr__(options, "pool_bytes_max", pool_bytes_max)
+    return options
+
+
+@dataclass
+class Machine:
+    """A database and everything under it. `open` begins a life of the program, `crash` ends it."""
+
+    seed: int = 0
+    pool_bytes_max: int = 2**20
+    checkpoint_interval_s: float | None = None
+    log_options: LogOptions = field(default_factory=lambda: LogOptions(segment_bytes=16_384, block_bytes=4096))
+    page_keys: int = PAGE_KEYS
+    clock: VirtualClock = field(default_factory=VirtualClock)
+
+    def __post_init__(self) -> None:
+        self.files = FaultyFiles(clock=self.clock)
+        self.pages = MemoryPages(self.files)
+        self.randomness = SeededRandomness(self.seed)
+        self.rng = random.Random(f"steps {self.seed}")
+        self.runner = StepRunner(self.clock)
+        self.db: Any = None
+
+    def seams(self) -> Seams:
+        self.runner = StepRunner(self.clock)
+        return Seams(
+            files=self.files,
+            clock=self.clock,
+            randomness=self.randomness,
+            runner=self.runner,
+            owner=f"life {self.files.life}",
+        )
+
+    def open_log(self) -> Log:
+        options = self.log_options
+        settings = {
+            "segment_bytes": options.segment_bytes,
+            "block_bytes": options.block_bytes,
+            "page_keys": self.page_keys,
+        }
+        create = create_entry(CLUSTER_ID, SALT, settings)
+        return Log.open(f"{DIRECTORY}/wal", options=options, seams=self.seams(), create=create)
+
+    def open(self) -> Database:
+        self.open_log().close()  # makes it where there is none
+        options = EngineOptions(checkpoint_interval_s=self.checkpoint_interval_s)
+        self.pages.reopen()
+        self.db = open_with(
+            DIRECTORY,
+            log_options=self.log_options,
+            options=tiny(options, self.pool_bytes_max),
+            seams=self.seams(),
+            store=self.pages,
+            create=False,
+        )
+        db: Database = self.db
+        return db
+
+    def crash(self, mode: Survival, rng: random.Random) -> None:
+        self.files.crash(rng, mode)
+        self.pages.crash()
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            if not self.runner.run_one(self.rng):
+                break
+
+    def idle(self, seconds: float = 0.0) -> None:
+        self.clock.advance(seconds)
+        self.runner.run_until_idle(self.rng)
+
+    def wal_segments(self) -> dict[str, bytes]:
+        """All segments by name."""
+        contents = {}
+        for name in self.files.list(f"{DIRECTORY}/wal"):
+            if name.startswith("segment-"):
+                file = self.files.open(f"{DIRECTORY}/wal/{name}")
+                contents[name] = file.read_at(0, file.size())
+                file.close()
+        return contents
+
+
+def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = None) -> None:
+    """What is always true between two calls, whatever was done: ranges, pages, and what is counted."""
+    inside = db._state
+    lows, ranges = inside.map.view
+    assert lows == sorted(set(lows))
+    assert lows[0] == b"\0"
+    overhead = state.RECORD_OVERHEAD_BYTES
+    dirty_bytes = clean_bytes = 0
+    keys: list[bytes] = []
+    for each, low, high in zip(ranges, lows, [*lows[1:], None], strict=True):
+        layout = each.layout
+        assert each.low == low
+        assert all(low <= key and (high is None or key < high) for key in (*layout.keys, *each.dirty))
+        assert bool(each.dirty) == bool(each.rec_seq)
+        assert (each.frozen is not None) or not each.frozen_older
+        for records, older in ((each.dirty, each.older), (each.frozen or {}, each.frozen_older)):
+            every = [*records.values(), *(record for chain in older.values() for record in chain)]
+            dirty_bytes += sum(len(record[1]) + overhead for record in every)
+            assert set(older) <= set(records)
+        keys += layout.keys
+        clean_bytes += sum(layout.sizes)
+        assert all(page is not None for page, size in zip(layout.pages, layout.sizes, strict=True) if size)
+    assert keys == sorted(set(keys))
+    if seen is not None:
+        seen["pages, at most"] = max(seen["pages, at most"], len(keys))
+        seen["ranges, at most"] = max(seen["ranges, at most"], len(lows))
+    assert inside.dirty_bytes == dirty_bytes, "changes are counted wrongly"
+    assert inside.clean.bytes == clean_bytes, "pages in memory are counted wrongly"
+    if any(each.frozen is not None for each in ranges):
+        return  # a group is between its layouts and the store
+    assert keys == sorted(store._pages)
+    for key in keys:
+        page = decode_page(store._pages[key], key)
+        assert page.keys, "an empty page"
+        assert page.keys == sorted(page.keys)
+        assert page.seq <= db._wal.durable_seq, "a page got ahead of the log"
+        for found in page.keys:
+            assert found >= key
+            assert found[:500] == key or not inside.boundaries.is_boundary(found), "a page was not cut"
+
+
+# ---------------------------------------------------------------------------- the driver
+
+
+class Driver:
+    """Calls of a database, each compared with the model."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.model = Model(page_keys=machine.page_keys)
+        self.rng = random.Random(f"crashes {machine.seed}")
+        self.pending: list[Unit] = []
+        self.scans: list[tuple[int, Iterator[Object], list[Object]]] = []
+        self.serial = 0
+        self.crashes = 0
+        self.seen: Counter[str] = Counter()
+
+    @property
+    def db(self) -> Any:
+        return self.machine.db
+
+    # ------------------------------------------------------------------ lives
+
+    def open(self) -> None:
+        self.machine.open()
+        self._compare_marks()
+
+    def close(self) -> None:
+        for _, scan, _ in self.scans:
+            scan.close()  # type: ignore[attr-defined]
+        self.scans, self.model.pins = [], Counter()
+        self.machine.db.close()
+
+    def reopen(self) -> None:
+        self.close()
+        self.open()
+
+    def recover(self, mode: Survival | None = None, *, again: float = 0.3) -> None:
+        """The program is gone: open again, and find what was acknowledged, and perhaps more of what was
+        under way, from its beginning on."""
+        self.crashes += 1
+        self.scans, self.model.pins = [], Counter()
+        rng, files = self.rng, self.machine.files
+        while True:
+            self.machine.crash(mode or rng.choice(SURVIVALS), rng)
+            if rng.random() < again:
+                files.crash_at(files.operations + rng.randint(1, 12), after=rng.random() < 0.5)
+            try:
+                self.machine.open()
+                break
+            except SimulatedCrash:
+                continue
+        files._crash_number = None
+        self._compare_marks()
+
+    def _compare_marks(self) -> None:
+        """Also after a crash: `pending` is what may have come through."""
+        model, db = self.model, self.db
+        marks = db.marks()
+        if model.applied == 0:
+            assert marks.applied == 1
+            model.apply(Unit(1, db._log.chain.time_us, [("create", None, None, None, None)]))
+        for unit in self.pending:
+            if unit.seq <= marks.applied:
+                model.apply(unit)
+        self.pending = []
+        assert marks.applied == model.applied, "something acknowledged was lost, or a group was divided"
+        assert marks.committed == marks.durable == marks.applied
+        assert 0 <= marks.purged <= marks.hwm <= marks.lwm <= marks.durable
+        assert db._log.chain.time_us == model.time_us
+        assert db.snapshots() == model.snapshots
+        assert db.buckets() == model.bucket_names()
+
+    # ------------------------------------------------------------------ calls
+
+    def _units(self, *effects: Effect) -> list[Unit]:
+        """An entry for each effect."""
+        time_us = max(self.machine.clock.now_us(), self.model.time_us)
+        return [
+            Unit(seq, time_us, [effect]) for seq, effect in enumerate(effects, self.model.applied + 1)
+        ]
+
+    def _commit(self, units: list[Unit], call: Callable[[], int], offset: int = 0) -> None:
+        self.pending = units
+        seq = call()
+        for unit in units:
+            self.model.apply(unit)
+        self.pending = []
+        assert seq + offset == units[-1].seq
+        self.seen["written"] += 1
+
+    def _refused(self, error: type[LowwaterError], call: Callable[[], object]) -> None:
+        with pytest.raises(error) as caught:
+            call()
+        assert type(caught.value) is error
+        self.seen[error.__name__] += 1
+
+    def value(self, size: int) -> bytes:
+        """A value that no other is equal to, where it is long enough."""
+        self.serial += 1
+        part = b"%d " % self.serial
+        return (part * (size // len(part) + 1))[:size]
+
+    def create_bucket(self, bucket: str) -> None:
+        def call() -> int:
+            return int(self.db.create_bucket(bucket))
+
+        if self.model.has_bucket(bucket):
+            self._refused(AlreadyExists, call)
+        else:
+            self._commit(self._units(("bucket", bucket, None, b"", None)), call)
+
+    def delete_bucket(self, bucket: str) -> None:
+        def call() -> int:
+            return int(self.db.delete_bucket(bucket))
+
+        if not self.model.has_bucket(bucket):
+            self._refused(NotFound, call)
+        elif self.model.live(bucket):
+            self._refused(NotEmpty, call)
+        else:
+            self._commit(self._units(("bucket", bucket, None, None, None)), call)
+
+    def put(
+        self, bucket: str, key: str, value: bytes, metadata: dict[str, str] | None = None, **condition: Any
+    ) -> None:
+        def call() -> int:
+            return int(self.db.put(bucket, key, value, metadata, **condition))
+
+        if not self.model.has_bucket(bucket):
+            return self._refused(NotFound, call)
+        if condition:
+            found = self.model.get(bucket, key)
+            if (found.seq if found else 0) != condition.get("if_seq", 0):
+                return self._refused(ConditionFailed, call)
+        return self._commit(self._units(("key", bucket, key, value, metadata)), call)
+
+    def put_many(self, bucket: str, items: list[tuple[str, bytes]]) -> None:
+        def call() -> int:
+            return int(self.db.put_many(bucket, items))
+
+        if self.model.has_bucket(bucket):
+            self._commit(self._units(*[("key", bucket, key, value, None) for key, value in items]), call)
+        else:
+            self._refused(NotFound, call)
+
+    def delete(self, bucket: str, key: str) -> None:
+        def call() -> int:
+            return int(self.db.delete(bucket, key))
+
+        if self.model.has_bucket(bucket) and self.model.get(bucket, key) is not None:
+            self._commit(self._units(("key", bucket, key, None, None)), call)
+        else:
+            self._refused(NotFound, call)
+
+    def copy(self, bucket: str, key: str, to_bucket: str, to_key: str) -> None:
+        def call() -> int:
+            return int(self.db.copy(bucket, key, to_bucket, to_key))
+
+        found = self.model.get(bucket, key) if self.model.has_bucket(bucket) else None
+        if found is not None and self.model.has_bucket(to_bucket):
+            self._commit(self._units(("key", to_bucket, to_key, found.value, found.metadata)), call)
+        else:
+            self._refused(NotFound, call)
+
+    def write(self, entries: list[Put | Delete]) -> None:
+        def call() -> int:
+            return int(self.db.write(entries))
+
+        if all(self.model.has_bucket(entry.bucket) for entry in entries):
+            effects: list[Effect] = [
+                ("key", entry.bucket, entry.key, entry.value, entry.metadata)
+                if isinstance(entry, Put)
+                else ("key", entry.bucket, entry.key, None, None)
+                for entry in entries
+            ]
+            last = self._units(*effects)[-1]
+            self._commit([Unit(last.seq, last.time_us, effects)], call)
+        else:
+            self._refused(NotFound, call)
+
+    def snapshot(self, name: str) -> None:
+        def call() -> int:
+            return int(self.db.snapshot(name))
+
+        if name in self.model.snapshots:
+            self._refused(AlreadyExists, call)
+        else:
+            self._commit(self._units(("pin", name, None, self.model.applied, None)), call, 1)
+
+    def drop_snapshot(self, name: str) -> None:
+        def call() -> int:
+            return int(self.db.drop_snapshot(name))
+
+        if name in self.model.snapshots:
+            self._commit(self._units(("unpin", name, None, None, None)), call)
+        else:
+            self._refused(NotFound, call)
+
+    def move_horizon(self, seq: int | None) -> None:
+        def call() -> int:
+            return int(self.db.move_horizon(seq))
+
+        if seq is None or self.model.floor_kept <= seq <= self.model.applied:
+            self._commit(self._units(("horizon", None, None, seq, None)), call)
+        else:
+            self._refused(VersionGone, call)
+
+    # ------------------------------------------------------------------ reads
+
+    def get(self, bucket: str, key: str, at: int | None = None, *, head: bool = False) -> None:
+        if not self.model.can_read(at):
+            return self._refused(VersionGone, lambda: self.db.get(bucket, key, at))
+        found = self.model.get(bucket, key, at)
+        if found is None:
+            return self._refused(NotFound, lambda: self.db.get(bucket, key, at))
+        if head:
+            assert self.db.head(bucket, key, at) == _head(found)
+        elif at is not None and at % 2:
+            assert self.db.read(bucket, key, at) == found
+        else:
+            assert self.db.get(bucket, key, at) == found
+        self.seen["found"] += 1
+        return None
+
+    def list(
+        self,
+        bucket: str,
+        prefix: str = "",
+        delimiter: str | None = None,
+        start_after: str | None = None,
+        limit: int = 1000,
+        at: int | None = None,
+    ) -> None:
+        """Page after page, to the end."""
+
+        def page() -> Any:
+            return self.db.list(bucket, prefix, delimiter, start_after, limit, at)
+
+        if at is None and not self.model.has_bucket(bucket):
+            return self._refused(NotFound, page)
+        if not self.model.can_read(at):
+            return self._refused(VersionGone, page)
+        while True:
+            found = page()
+            assert found == self.model.list(bucket, prefix, delimiter, start_after, limit, at)
+            if found.next is None:
+                return None
+            start_after = found.next
+            self.seen["pages"] += 1
+
+    def open_scan(
+        self, bucket: str, prefix: str = "", start_after: str | None = None, at: int | None = None
+    ) -> None:
+        """A scan that goes on while other things happen."""
+
+        def call() -> Any:
+            return self.db.scan(bucket, prefix, start_after=start_after, at=at)
+
+        if at is None and not self.model.has_bucket(bucket):
+            return self._refused(NotFound, call)
+        if not self.model.can_read(at):
+            return self._refused(VersionGone, call)
+        pinned = self.model.applied if at is None else at
+        expected = [
+            found
+            for found in self.model.live(bucket, prefix, pinned)
+            if start_after is None or found.key > start_after
+        ]
+        self.scans.append((pinned, call(), expected))
+        self.model.pins[pinned] += 1
+        if len(self.scans) > 4:
+            self.advance_scan(0, None)
+        return None
+
+    def advance_scan(self, index: int, count: int | None) -> None:
+        """So many objects of a scan, or all that are left; it ends when it has no more."""
+        if not self.scans:
+            return
+        pinned, scan, expected = self.scans[index % len(self.scans)]
+        count = len(expected) + 1 if count is None else count
+        found = []
+        ended = False
+        while len(found) < count and not ended:
+            each = next(scan, None)
+            ended = each is None
+            if each is not None:
+                found.append(each)
+        assert found == expected[: len(found)]
+        del expected[: len(found)]
+        if ended:
+            assert not expected
+            self._forget_scan(index)
+            self.seen["scans"] += 1
+
+    def abandon_scan(self, index: int) -> None:
+        """Also one that never began."""
+        if self.scans:
+            self.scans[index % len(self.scans)][1].close()  # type: ignore[attr-defined]
+            self._forget_scan(index)
+
+    def _forget_scan(self, index: int) -> None:
+        pinned = self.scans.pop(index % len(self.scans))[0]
+        self.model.pins[pinned] -= 1
+        self.model.pins = +self.model.pins
+
+    def root(self, at: int | None = None) -> None:
+        if self.model.can_read(at):
+            assert self.db.root(at) == self.model.root(at)
+        else:
+            self._refused(VersionGone, lambda: self.db.root(at))
+
+    def checkpoint(self) -> None:
+        assert self.db.checkpoint() == self.model.applied
+        assert self.db._flusher.is_flushed(self.model.applied)
+
+    def compare(self) -> None:
+        """Everything that can be read now."""
+        self._compare_marks()
+        for bucket in self.model.bucket_names():
+            assert list(self.db.scan(bucket)) == self.model.live(bucket)
+        self.root()
+        check_structure(self.db, self.machine.pages, self.seen)
+
+    # ------------------------------------------------------------------ chance
+
+    def guarded(self, call: Callable[[], object]) -> None:
+        """A call that a crash may end."""
+        try:
+            call()
+        except SimulatedCrash:
+            self.recover()
+
+
+BUCKETS = ("a", "bb", "ü" * 3)
+LONG = "long/" + "x" * 500
+KEYS = (
+    *(f"{'abcde'[n % 5]}/{n % 7}/{n}" for n in range(70)),
+    *(f"{n:02}" for n in range(30)),
+    *(f"ü{n}\U0010ffff" for n in range(5)),
+    *(f"{LONG}{n}" for n in range(4)),
+    "a", "a/", "a//", "z" * 1024,
+)  # fmt: skip
+PREFIXES = ("", "", "a", "a/", "a/1", "a/1/", "b/", "ü", "0", "1", "long", "zz", "nothing", "\U0010ffff")
+SIZES = (0, 5, 5, 20, 20, 60, 60, 200, 255, 256, 257, 280, 320, 1000, 3000)
+
+
+class Chance:
+    """Draws calls for a driver from one seed."""
+
+    WEIGHTS: dict[str, int] = {
+        "put": 30, "put_many": 10, "put_if": 6, "delete": 14, "copy": 6, "write": 8, "get": 14, "get_at": 10,
+        "list": 5, "open_scan": 4, "advance_scan": 8, "abandon_scan": 1, "create_bucket": 3,
+        "delete_bucket": 2, "empty_bucket": 1, "snapshot": 2, "drop_snapshot": 2, "move_horizon": 2,
+        "root": 1, "checkpoint": 1, "step": 40, "idle": 2, "advance": 6, "reopen": 1, "crash": 1,
+        "crash_soon": 2, "compare": 1,
+    }  # fmt: skip
+
+    def __init__(self, driver: Driver, rng: random.Random) -> None:
+        self.driver = driver
+        self.rng = rng
+        self.names = list(self.WEIGHTS)
+        rare = rng.choice((0.1, 1, 1))  # some databases live long
+        self.weights = [
+            weight * (rare if "crash" in name or name == "reopen" else 1)
+            for name, weight in self.WEIGHTS.items()
+        ]
+        self.keys = rng.sample(KEYS, rng.choice((20, len(KEYS))))
+
+    def run(self, steps: int) -> None:
+        for name in self.rng.choices(self.names, self.weights, k=steps):
+            self.driver.guarded(getattr(self, name))
+
+    def at(self) -> int:
+        model = self.driver.model
+        if self.rng.random() < 0.1:
+            return self.rng.choice((max(0, model.floor - 1), model.applied + 1))
+        return self.rng.randint(model.floor, model.applied)
+
+    def maybe_at(self) -> int | None:
+        return self.at() if self.rng.random() < 0.4 else None
+
+    def bucket(self) -> str:
+        return self.rng.choice(BUCKETS[: 2 + (self.rng.random() < 0.1)])
+
+    def key(self) -> str:
+        return self.rng.choice(self.keys)
+
+    def held(self) -> tuple[str, str]:
+        """Often a key that is there."""
+        bucket = self.bucket()
+        live = self.driver.model.live(bucket) if self.rng.random() < 0.8 else []
+        return bucket, self.rng.choice(live).key if live else self.key()
+
+    def value(self) -> bytes:
+        return self.driver.value(self.rng.choice(SIZES))
+
+    def metadata(self) -> dict[str, str] | None:
+        return self.rng.choice((None, None, None, {}, {"n": "1"}, {"bb": "ü", "a": "x" * 40}))
+
+    def create_bucket(self) -> None:
+        self.driver.create_bucket(self.bucket())
+
+    def delete_bucket(self) -> None:
+        self.driver.delete_bucket(self.bucket())
+
+    def empty_bucket(self) -> None:
+        bucket = self.bucket()
+        for found in self.driver.model.live(bucket):
+            self.driver.delete(bucket, found.key)
+        self.driver.delete_bucket(bucket)
+
+    def put(self) -> None:
+        self.driver.put(self.bucket(), self.key(), self.value(), self.metadata())
+
+    def put_many(self) -> None:
+        items = [(self.key(), self.value()) for _ in range(self.rng.choice((1, 3, 10)))]
+        self.driver.put_many(self.bucket(), items)
+
+    def put_if(self) -> None:
+        bucket, key = self.bucket(), self.key()
+        found = self.driver.model.get(bucket, key)
+        condition: dict[str, Any] = {"if_absent": True}
+        if self.rng.random() < 0.6:
+            seq = found.seq if found is not None else 0
+            condition = {"if_seq": self.rng.choice((seq, seq, 0, seq + 1))}
+        self.driver.put(bucket, key, self.value(), self.metadata(), **condition)
+
+    def delete(self) -> None:
+        self.driver.delete(*self.held())
+
+    def copy(self) -> None:
+        self.driver.copy(*self.held(), self.bucket(), self.key())
+
+    def write(self) -> None:
+        entries: list[Put | Delete] = []
+        keys = [self.key() for _ in range(self.rng.choice((1, 2, 4)))]
+        for _ in range(self.rng.choice((1, 2, 5, 9))):
+            if self.rng.random() < 0.7:
+                entries.append(Put(self.bucket(), self.rng.choice(keys), self.value(), self.metadata()))
+            else:
+                entries.append(Delete(self.bucket(), self.rng.choice(keys)))
+        self.driver.write(entries)
+
+    def get(self) -> None:
+        self.driver.get(*self.held(), head=self.rng.random() < 0.2)
+
+    def get_at(self) -> None:
+        self.driver.get(*self.held(), self.at(), head=self.rng.random() < 0.2)
+
+    def list(self) -> None:
+        rng = self.rng
+        after = rng.choice((None, None, self.key(), rng.choice(PREFIXES)))
+        delimiter = rng.choice((None, "/", "/", "1"))
+        limit = rng.choice((1, 2, 7, 1000))
+        self.driver.list(self.bucket(), rng.choice(PREFIXES), delimiter, after, limit, self.maybe_at())
+
+    def open_scan(self) -> None:
+        after = self.rng.choice((None, None, self.key()))
+        self.driver.open_scan(self.bucket(), self.rng.choice(PREFIXES), after, self.maybe_at())
+
+    def advance_scan(self) -> None:
+        self.driver.advance_scan(self.rng.randrange(4), self.rng.choice((1, 3, 10, None)))
+
+    def abandon_scan(self) -> None:
+        self.driver.abandon_scan(self.rng.randrange(4))
+
+    def snapshot(self) -> None:
+        self.driver.snapshot(self.rng.choice("xyz"))
+
+    def drop_snapshot(self) -> None:
+        self.driver.drop_snapshot(self.rng.choice("xyz"))
+
+    def move_horizon(self) -> None:
+        self.driver.move_horizon(self.at() if self.rng.random() < 0.6 else None)
+
+    def root(self) -> None:
+        self.driver.root(self.maybe_at())
+
+    def checkpoint(self) -> None:
+        self.driver.checkpoint()
+
+    def step(self) -> None:
+        self.driver.machine.step(self.rng.choice((1, 2, 5)))
+
+    def idle(self) -> None:
+        self.driver.machine.idle(self.rng.choice((0, 0.5, 3)))
+
+    def advance(self) -> None:
+        clock = self.driver.machine.clock
+        if self.rng.random() < 0.2:
+            clock.wall_offset_us = self.rng.choice((0, -1_000_000, 5_000_000))
+        clock.advance(self.rng.choice((0.000001, 0.01)))
+
+    def reopen(self) -> None:
+        self.driver.reopen()
+
+    def crash(self) -> None:
+        self.driver.recover()
+
+    def crash_soon(self) -> None:
+        files = self.driver.machine.files
+        files.crash_at(files.operations + self.rng.randint(1, 30), after=self.rng.random() < 0.5)
+
+    def compare(self) -> None:
+        self.driver.compare()
+
+
+PoolSize = Literal["few pages", "small", "enough"]
+POOLS: dict[PoolSize, int] = {"few pages": 12_000, "small": 60_000, "enough": 2**20}
+
+
+def driver_for(seed: int) -> Driver:
+    """A database whose sizes depend on the seed, open."""
+    rng = random.Random(f"sizes {seed}")
+    machine = Machine(
+        seed=seed,
+        pool_bytes_max=POOLS[rng.choice(list(POOLS))],
+        checkpoint_interval_s=rng.choice((None, 1.0, 10.0)),
+        log_options=LogOptions(
+            segment_bytes=rng.choice((4096, 16_384, 200_000)),
+            block_bytes=4096,
+            batch_bytes_max=rng.choice((1000, 2**20)),
+            ring_bytes_max=rng.choice((0, 2**20)),
+        ),
+        page_keys=rng.choice((2, 4, 4, 16)),
+    )
+    driver = Driver(machine)
+    driver.open()
+    return driver
+
+
+def run_by_chance(seed: int, steps: int) -> Driver:
+    """All of it from one seed. The driver is left open."""
+    driver = driver_for(seed)
+    for bucket in BUCKETS[:2]:
+        driver.create_bucket(bucket)
+    Chance(driver, random.Random(f"calls {seed}")).run(steps)
+    driver.machine.files._crash_number = None
+    driver.compare()
+    return driver

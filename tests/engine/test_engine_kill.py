@@ -1,0 +1,269 @@
+"""`kill -9` of a process with a database under a mixed load: nothing acknowledged is lost, and all agrees."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowwater import Database, Entry
+from lowwater.engine.database import EngineOptions
+from lowwater.engine.log import LogOptions
+from lowwater.engine.opening import open_with
+
+# A warm interpreter that forks a life for every line it is sent: the number of the life. A life opens the
+# database and lets threads write, each to keys of its own. It says "intend <thread> <serial>" before a write
+# and "done <thread> <serial> <seq>" after its acknowledgement. What a write does follows from life, thread
+# and serial, so the test knows it too. Lines are shorter than a pipe's atomic write, so they never mix.
+SERVER = """
+import os, sys, threading
+from lowwater import Delete, Put
+from lowwater.engine.database import EngineOptions
+from lowwater.engine.log import LogOptions
+from lowwater.engine.opening import open_with
+from lowwater.errors import NotFound
+sys.path.insert(0, sys.argv[2])
+from engine_kill_load import THREADS, log_options, options, write_of
+
+def say(text):
+    os.write(1, (text + "\\n").encode())
+
+def work(db, life, thread):
+    for serial in range(10**9):
+        way, changes = write_of(life, thread, serial)
+        say(f"intend {thread} {serial}")
+        if way == "group":
+            seq = db.write([
+                Delete("b", key) if value is None else Put("b", key, value) for key, value in changes
+            ])
+        elif way == "many":
+            seq = db.put_many("b", changes)
+        else:
+            (key, value), = changes
+            if value is None:
+                try:
+                    seq = db.delete("b", key)
+                except NotFound:
+                    seq = 0
+            elif way == "conditional":
+                try:
+                    now = db.head("b", key).seq
+                except NotFound:
+                    now = 0
+                seq = db.put("b", key, value, {"serial": str(serial)}, if_seq=now)
+            else:
+                seq = db.put("b", key, value)
+        say(f"done {thread} {serial} {seq}")
+
+def live(life):
+    db = open_with(sys.argv[1], log_options=log_options(life), options=options(life))
+    if not db.buckets():
+        db.create_bucket("b")
+    for thread in range(THREADS):
+        threading.Thread(target=work, args=(db, life, thread)).start()
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            live(int(line))
+        except BaseException as error:
+            say(f"failed {error!r}")
+        threading.Event().wait()
+    say(f"forked {pid}")
+    os.waitpid(pid, 0)
+    say("dead")
+"""
+
+# What both sides know.
+LOAD = '''
+import random
+from lowwater.engine.database import EngineOptions
+from lowwater.engine.log import LogOptions
+
+THREADS = 4
+KEYS = 3000
+
+def write_of(life, thread, serial):
+    """The way of a write and its changes: keys with values, None for a deletion."""
+    rng = random.Random(f"{life}/{thread}/{serial}")
+    way = rng.choice(("put", "put", "conditional", "delete", "many", "many", "group", "large"))
+    def key():
+        return f"{thread}/{rng.randrange(KEYS):05}"
+    def value(size):
+        return f"{life}/{thread}/{serial}/".encode() + rng.randbytes(size)
+    if way == "delete":
+        return way, [(key(), None)]
+    if way == "large":
+        return way, [(key(), value(rng.choice((300, 5000, 60000))))]
+    if way == "many":
+        return way, [(key(), value(200)) for _ in range(100)]
+    if way == "group":
+        return way, [(key(), None if rng.random() < 0.3 else value(50)) for _ in range(rng.randint(1, 12))]
+    return way, [(key(), value(rng.randrange(120)))]
+
+def log_options(life):
+    mode = ("fsync", "fdatasync", "none")[life % 3]
+    return LogOptions(segment_bytes=2**20, block_bytes=16384, sync_mode=mode)
+
+def options(life):
+    return EngineOptions(pool_bytes_max=2**20, checkpoint_interval_s=(None, 0.002)[life % 2])
+'''
+
+Changes = list[tuple[str, bytes | None]]
+UNDER_WAY = -1
+
+
+class Killer:
+    """Lives of a database, and what its directory must hold afterwards."""
+
+    def __init__(self, place: Path) -> None:
+        self.directory = str(place / "data")
+        self.place = place
+        (place / "engine_kill_load.py").write_text(LOAD)
+        load: dict[str, Any] = {}
+        exec(LOAD, load)
+        self.write_of: Callable[[int, int, int], tuple[str, Changes]] = load["write_of"]
+        self.rng = random.Random(11)
+        # The state as the log's entries make it, up to `replayed`.
+        self.state: dict[str, tuple[int, bytes]] = {}
+        self.replayed = 0
+        self.acknowledged = 0
+        self.lives_that_flushed = 0
+
+    def live_and_die(self, server: subprocess.Popen[str], life: int) -> dict[int, list[tuple[int, int]]]:
+        """One life, ended after so many acknowledgements, which may be none; what each thread was promised:
+        pairs of serial and seq, of which the last one may have been under way."""
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(f"{life}\n")
+        server.stdin.flush()
+        pid = int(server.stdout.readline().split()[1])
+        promised: dict[int, list[tuple[int, int]]] = {}
+        intended: dict[int, int] = {}
+        wanted = self.rng.choice((0, 1, self.rng.randrange(300), self.rng.randrange(300)))
+        done = 0
+        killed = False
+        while True:
+            if done >= wanted and not killed:
+                os.kill(pid, signal.SIGKILL)
+                killed = True
+            line = server.stdout.readline()
+            if line == "dead\n":
+                break
+            word, *numbers = line.split()
+            assert word in ("intend", "done"), line
+            thread, serial = int(numbers[0]), int(numbers[1])
+            if word == "intend":
+                intended[thread] = serial
+                continue
+            done += 1
+            promised.setdefault(thread, []).append((serial, int(numbers[2])))
+            del intended[thread]
+        for thread, serial in intended.items():
+            promised.setdefault(thread, []).append((serial, UNDER_WAY))
+        return promised
+
+    def replay(self, db: Database) -> dict[tuple[str, bytes | None], int]:
+        """Bring the model up to what the log holds: the new changes, with the seqs of their versions."""
+        new: dict[tuple[str, bytes | None], int] = {}
+        for entry in db.log(self.replayed + 1):
+            assert entry.seq == self.replayed + 1, "the log gives seqs without holes"
+            self.replayed = entry.seq
+            if entry.kind not in ("put", "delete"):
+                continue
+            seq = self.version_seq(entry)
+            value = bytes(entry.value) if entry.kind == "put" else None
+            new[entry.key, value] = seq
+            if value is None:
+                self.state.pop(entry.key, None)
+            else:
+                self.state[entry.key] = (seq, value)
+        return new
+
+    @staticmethod
+    def version_seq(entry: Entry) -> int:
+        group = entry.extras.group_seq_last if entry.extras is not None else None
+        return entry.seq if group is None else group
+
+    def verify(self, life: int, promised: dict[int, list[tuple[int, int]]], *, whole: bool) -> None:
+        # With a larger pool than before: its size must not matter.
+        options = EngineOptions(pool_bytes_max=2 ** self.rng.choice((20, 24)), checkpoint_interval_s=None)
+        with open_with(self.directory, log_options=LogOptions(), options=options) as db:
+            before = self.replayed
+            new = self.replay(db)
+            self.lives_that_flushed += db.redone < self.replayed - before
+            self.require_promises(life, promised, new)
+            held = {found.key: (found.seq, found.value) for found in db.scan("b")} if db.buckets() else {}
+            assert held == self.state, "a scan shows something else than the log"
+            for key in self.rng.sample(sorted(self.state), min(20, len(self.state))):
+                assert db.get("b", key).value == self.state[key][1]
+            if whole:
+                assert list(db.check()) == []
+                root = db.root()
+                seq = db.marks().applied
+        if whole:
+            self.require_same_root(root, seq)
+
+    def require_promises(
+        self,
+        life: int,
+        promised: dict[int, list[tuple[int, int]]],
+        new: dict[tuple[str, bytes | None], int],
+    ) -> None:
+        for thread, writes in promised.items():
+            for serial, seq in writes:
+                way, changes = self.write_of(life, thread, serial)
+                if seq == UNDER_WAY:
+                    there = [change in new for change in changes if change[1] is not None]
+                    assert way != "group" or all(there) or not any(there), "half a group survived"
+                elif seq:  # otherwise there was nothing to delete
+                    assert all(change in new for change in changes), (
+                        f"write {serial} of thread {thread} was acknowledged as {seq}"
+                    )
+                    assert new[changes[-1]] >= seq
+                    self.acknowledged += 1
+
+    def require_same_root(self, root: str, seq: int) -> None:
+        """A database from the same log, and no pages, has the same content."""
+        fresh = str(self.place / "fresh")
+        os.mkdir(fresh)
+        shutil.copytree(f"{self.directory}/wal", f"{fresh}/wal")
+        options = EngineOptions(pool_bytes_max=2**24)
+        with open_with(fresh, log_options=LogOptions(), options=options) as db:
+            assert db.redone == seq
+            assert db.root() == root
+        shutil.rmtree(fresh)
+
+    def run(self, kills: int, *, whole_every: int) -> None:
+        with subprocess.Popen(
+            [sys.executable, "-c", SERVER, self.directory, str(self.place)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
+            for life in range(1, kills + 1):
+                promised = self.live_and_die(server, life)
+                self.verify(life, promised, whole=life % whole_every == 0 or life == kills)
+        assert self.acknowledged > 20 * kills
+        assert self.lives_that_flushed > kills // 10, "pages were to be flushed all the time"
+
+
+def test_nothing_acknowledged_is_lost_in_10_kills(tmp_path: Path) -> None:
+    """A few of them each time that somebody changes something."""
+    Killer(tmp_path).run(10, whole_every=5)
+
+
+@pytest.mark.slow
+def test_nothing_acknowledged_is_lost_in_200_kills(tmp_path: Path) -> None:
+    """The crash that happens most often: the kernel goes on and the process does not."""
+    Killer(tmp_path).run(190, whole_every=19)
