@@ -22,6 +22,7 @@ from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import content, format
+from lowwater.engine.aio import AsyncDatabase
 from lowwater.engine.chain import Chain
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
@@ -38,7 +39,7 @@ from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
 from lowwater.engine.state import State
 from lowwater.engine.tickets import again
 from lowwater.engine.transactions import Isolation, Transaction
-from lowwater.engine.values import ValueReader
+from lowwater.engine.values import ValueReader, segments_of
 from lowwater.errors import (
     AlreadyExists,
     Busy,
@@ -100,7 +101,7 @@ class Database:
         self._seams = seams
         self._salt = meta.salt
         self._page_keys = meta.page_keys
-        self._values = ValueReader(log, seams.files)
+        self._values = ValueReader(segments_of(log, seams.files))
         self._state = state = State(
             store,
             Boundaries(meta.salt, meta.page_keys),
@@ -782,7 +783,7 @@ class Database:
             self._store,
             self._store.path,
             boundaries=self._state.boundaries,
-            seq_durable=self._wal.durable_seq,
+            seq_durable=lambda: self._wal.durable_seq,
             read_value=self._values.read,
         )
 
@@ -798,6 +799,10 @@ class Database:
                     return run[0].segment_first, run[0].offset
                 break
         raise Corrupt(f"the log does not hold seq {seq}, which has a value", seq=seq)
+
+    def aio(self) -> AsyncDatabase:
+        """The same calls for coroutines."""
+        return AsyncDatabase(self)
 
     def close(self) -> None:
         """Bring everything into pages and let the directory go."""

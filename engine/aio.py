@@ -1,0 +1,98 @@
+"""The database for coroutines: the same calls, each in a thread of a small pool.
+
+Always true: a call that was cancelled may still take effect, as its thread goes on; a scan keeps its snapshot
+until it ends or is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 — callers' calls, no background work
+from functools import partial
+from itertools import islice
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+from lowwater.engine.records import Object
+
+if TYPE_CHECKING:
+    from lowwater.engine.database import Database
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# As many writers can share one sync.
+THREADS = 32
+SCAN_RUN = 256
+
+
+class AsyncDatabase:
+    """`db.aio()`: what `Database` has, awaitable. Transactions stay with threads: run a function that uses
+    one with `run`."""
+
+    def __init__(self, database: Database, *, threads: int = THREADS) -> None:
+        self._database = database
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lowwater-aio")
+        self.put = self._awaitable(database.put)
+        self.put_many = self._awaitable(database.put_many)
+        self.get = self._awaitable(database.get)
+        self.read = self._awaitable(database.read)
+        self.head = self._awaitable(database.head)
+        self.delete = self._awaitable(database.delete)
+        self.copy = self._awaitable(database.copy)
+        self.write = self._awaitable(database.write)
+        self.list = self._awaitable(database.list)
+        self.buckets = self._awaitable(database.buckets)
+        self.create_bucket = self._awaitable(database.create_bucket)
+        self.delete_bucket = self._awaitable(database.delete_bucket)
+        self.snapshot = self._awaitable(database.snapshot)
+        self.drop_snapshot = self._awaitable(database.drop_snapshot)
+        self.checkpoint = self._awaitable(database.checkpoint)
+        self.root = self._awaitable(database.root)
+
+    def _awaitable(self, call: Callable[P, T]) -> Callable[P, asyncio.Future[T]]:
+        def awaitable(*args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+            return asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))
+
+        awaitable.__doc__ = call.__doc__
+        return awaitable
+
+    async def run(self, work: Callable[[Database], T]) -> T:
+        """Call `work(database)` in a thread: `await db.run(transfer)` for what a transaction does."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, self._database)
+
+    async def scan(
+        self, bucket: str, prefix: str = "", *, start_after: str | None = None, at: int | None = None
+    ) -> AsyncIterator[Object]:
+        """The objects of a bucket in the order of their keys, all as of one moment."""
+        loop = asyncio.get_running_loop()
+        found: Any = await loop.run_in_executor(
+            self._pool, partial(self._database.scan, bucket, prefix, start_after=start_after, at=at)
+        )
+        try:
+            while run := await loop.run_in_executor(self._pool, _take, found):
+                for each in run:
+                    yield each
+        finally:
+            found.close()
+
+    async def close(self) -> None:
+        """Close the database, once what is under way has ended."""
+        await asyncio.to_thread(self._pool.shutdown)
+        await asyncio.to_thread(self._database.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _take(found: Iterator[Object]) -> Sequence[Object]:
+    return list(islice(found, SCAN_RUN))
