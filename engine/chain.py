@@ -12,6 +12,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lowwater.engine import format
@@ -81,6 +82,25 @@ def create_entry(
     update_settings(LogSettings(), settings or {})
     body = {"cluster_id": cluster_id, "salt": salt, "settings": dict(settings or {})}
     return Control(Kind.CREATE, body, origin)
+
+
+class Create(NamedTuple):
+    """The first entry of any log. What `settings` leaves out has the format's defaults, for ever."""
+
+    cluster_id: bytes
+    salt: bytes
+    settings: Mapping[str, Any] = MappingProxyType({})
+    origin: int = 0
+    time_us: int = 0
+
+    def encode(self, time_us: int) -> bytes:
+        for name, size in (("cluster_id", CLUSTER_ID_BYTES), ("salt", SALT_BYTES)):
+            given = getattr(self, name)
+            if not isinstance(given, bytes) or len(given) != size:
+                raise InvalidEntry(
+                    f"the {name} has to have {size} bytes", hint="make it with secrets.token_bytes(16)"
+                )
+        return create_entry(self.cluster_id, self.salt, self.settings, origin=self.origin).encode(time_us)
 
 
 def settings_entry(changes: Mapping[str, Any], *, origin: int = 0) -> Control:

@@ -6,7 +6,7 @@ largest value only. Pages may be flushed while it runs: a page that went away me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 
 from blake3 import blake3
@@ -33,9 +33,14 @@ _HINT = "pages are made from the log: while nothing writes, move the page direct
 
 
 def check_pages(
-    store: PageStore, path: str, *, boundaries: Boundaries, seq_durable: int, read_value: PlaceReader
+    store: PageStore,
+    path: str,
+    *,
+    boundaries: Boundaries,
+    seq_durable: Callable[[], int],
+    read_value: PlaceReader,
 ) -> Iterator[Finding]:
-    """Every finding about the pages of a store, which belong to a log that is durable up to `seq_durable`."""
+    """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise."""
     yield from check_state(store, path, seq_durable)
     yield from _check_first(store, path)
     for key, following in pairwise(chain(store.page_keys(), [KEY_END])):
@@ -53,7 +58,7 @@ def check_pages(
             yield _error(f"the page of {_shown(key)}: {error.message}", path)
 
 
-def check_state(store: PageStore, path: str, seq_durable: int) -> Iterator[Finding]:
+def check_state(store: PageStore, path: str, seq_durable: Callable[[], int]) -> Iterator[Finding]:
     """What the store says about itself."""
     try:
         meta = read_meta(store.read_meta(), path)
@@ -62,7 +67,7 @@ def check_state(store: PageStore, path: str, seq_durable: int) -> Iterator[Findi
         return
     if meta is None:
         return
-    for why in _why_out_of_order(meta, seq_durable):
+    for why in _why_out_of_order(meta, seq_durable()):
         yield _error(why, path)
 
 

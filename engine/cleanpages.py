@@ -16,6 +16,7 @@ from lowwater.engine.ranges import Layout
 
 # What a decoded row costs besides its bytes.
 ROW_OVERHEAD_BYTES = 150
+STALE_MAX = 1000
 
 
 def page_bytes(page: Page) -> int:
@@ -25,6 +26,7 @@ def page_bytes(page: Page) -> int:
 class CleanPages:
     def __init__(self) -> None:
         self._queue: deque[tuple[Layout, int]] = deque()
+        self._stale = 0  # at most so many of these are of layouts that are no longer in force
         self._lock = threading.Lock()
         self.bytes = 0
         self.bytes_max = 0
@@ -60,8 +62,13 @@ class CleanPages:
         """A layout that is no longer in force."""
         with self._lock:
             self.bytes -= sum(layout.sizes)
+            self._stale += len(layout.sizes)
             layout.sizes = array("Q", bytes(8 * len(layout.keys)))
             layout.pages = [None] * len(layout.keys)
+            if self._stale > STALE_MAX and 2 * self._stale > len(self._queue):
+                # Who never runs out of room never thins out, and would keep all layouts that there ever were.
+                self._queue = deque(each for each in self._queue if each[0].sizes[each[1]])
+                self._stale = 0
 
     def _thin(self) -> None:
         """With the lock: take pages out, the ones longest here first, until they fit."""

@@ -11,44 +11,29 @@ Always true:
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-import cbor2
-from blake3 import blake3
-from prometheus_client import CollectorRegistry
-
-from lowwater.engine import content, format
+from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
 from lowwater.engine.chain import Chain
-from lowwater.engine.check import Finding
-from lowwater.engine.check_pages import check_pages
-from lowwater.engine.entries import Control, CreateBucket, Delete, DeleteBucket, Entry, Put
-from lowwater.engine.flush import Flusher
-from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind, ValueRef
+from lowwater.engine.core import EngineOptions, meta_of, placed
+from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
+from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
 from lowwater.engine.locks import LockManager
-from lowwater.engine.log import Log, Seams, Start
-from lowwater.engine.pages import Boundaries, after_prefix, encode_key
+from lowwater.engine.log import Log, Seams
+from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.pieces import Piece
-from lowwater.engine.records import Head, Marks, Object, Page
-from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
-from lowwater.engine.state import State
-from lowwater.engine.tickets import again
+from lowwater.engine.reading import Reading
+from lowwater.engine.replay import Meta, Progress
+from lowwater.engine.requests import request_hash
 from lowwater.engine.transactions import Isolation, Transaction
-from lowwater.engine.values import ValueReader, segments_of
 from lowwater.errors import (
     AlreadyExists,
-    Busy,
-    Closed,
     ConditionFailed,
-    Corrupt,
     InputError,
     InternalError,
-    LogPoisoned,
     LowwaterError,
     NotEmpty,
     NotFound,
@@ -58,30 +43,10 @@ from lowwater.errors import (
 _new = tuple.__new__
 _pack_fixed = format.FIXED.pack
 
-LIMIT_DEFAULT = 1000
-_NO_OBJECT = Object("", "", b"", None, 0, 0)
-# After how many new changes the background looks whether there is something to flush.
-LOOK_AFTER_BYTES = 2**20
-# Where writers have to help, in shares of the pool.
-DIRTY_MAX = 0.9
+__all__ = ["Database", "EngineOptions", "open_database"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """How this process works. Nothing here changes a byte that is shared."""
-
-    pool_bytes_max: int = 2**30
-    # How long pages may lag behind the log: redo after a crash takes the longer.
-    checkpoint_interval_s: float | None = 300.0
-
-    def __post_init__(self) -> None:
-        if not 2**20 <= self.pool_bytes_max <= 2**44:
-            raise InputError(
-                f"engine.pool_bytes_max is {self.pool_bytes_max:,}", hint="give 1 MiB or more, say 256 MiB"
-            )
-
-
-class Database:
+class Database(Reading):
     """Use `lowwater.open`."""
 
     def __init__(
@@ -94,128 +59,11 @@ class Database:
         options: EngineOptions,
         progress: Progress | None = None,
     ) -> None:
-        self.options = options
-        self._log = log
-        self._wal = log.wal
-        self._store = store
-        self._seams = seams
-        self._salt = meta.salt
-        self._page_keys = meta.page_keys
-        self._values = ValueReader(segments_of(log, seams.files))
-        self._state = state = State(
-            store,
-            Boundaries(meta.salt, meta.page_keys),
-            inline_bytes_max=meta.inline_bytes_max,
-            place_reader=self._values.read,
-            pool_bytes_max=options.pool_bytes_max,
-        )
-        self._failure: LowwaterError | None = None
-        self._closed = False
-        self._stepping = threading.Lock()
+        super().__init__(log, store, meta, seams=seams, options=options, progress=progress)
         self._locks = LockManager(seams.clock)
         self._transactions = itertools.count(1)
-        self._looked_at_bytes = 0
-        self._flusher = Flusher(
-            state,
-            identity={
-                "cluster_id": meta.cluster_id,
-                "salt": meta.salt,
-                "page_keys": meta.page_keys,
-                "inline_bytes_max": meta.inline_bytes_max,
-            },
-            make_durable=self._make_durable,
-        )
-        state.horizon = meta.horizon
-        state.snapshots = dict(meta.snapshots)
-        state.versions_seq = meta.applied
-        state.decide_keeping()
-        state.locate = self._locate
-        state.load_buckets()
-        state.applied = meta.redo_seq - 1
-        self._flusher.flushed_redo_seq = meta.redo_seq
-        self.redone = redo(
-            state,
-            frames_from(log, seams.files, meta.redo_seq),
-            make_room=self._make_room_in_redo,
-            progress=progress,
-            seq_last=log.seq_durable,
-        )
-        state.applied = max(state.applied, log.seq_durable)
-        self._checkpoint_at_s = self._now_s()
-        self._task = seams.runner.start("engine-flusher", self._flush_step)
-
-    # ------------------------------------------------------------------ the background
-
-    def _now_s(self) -> float:
-        return self._seams.clock.monotonic()
-
-    def _flush_step(self) -> float | None:
-        if self._failure is not None:
-            return None
-        interval_s = self.options.checkpoint_interval_s
-        try:
-            if interval_s is not None and self._now_s() - self._checkpoint_at_s >= interval_s:
-                self._checkpoint_at_s = self._now_s()
-                self._flusher.want(self._state.applied)
-            if self._step() == 0:
-                return 0
-        except Exception as error:  # noqa: BLE001 — whatever it was, pages are no longer written
-            self._fail(error)
-            return None
-        self._looked_at_bytes = self._state.dirty_bytes + LOOK_AFTER_BYTES
-        return interval_s
-
-    def _fail(self, cause: BaseException) -> None:
-        failure = cause if isinstance(cause, LowwaterError) else None
-        if failure is None:
-            failure = LogPoisoned(f"the engine stopped writing: {cause}", path=self._log.directory)
-            failure.__cause__ = cause
-        with self._state.lock:
-            if self._failure is None:
-                self._failure = failure
-
-    def _make_durable(self, seq: int) -> None:
-        if self._wal.durable_seq < seq:
-            self._log.sync()
-        assert self._wal.durable_seq >= seq, "a page would get ahead of the log"
-
-    def _step(self) -> float | None:
-        """One step of flushing, by the background or by whoever waits for it."""
-        with self._stepping:
-            return self._flusher.step()
-
-    def _help(self) -> None:
-        """A step of flushing by a caller that needs what it brings about."""
-        self._require_writable()
-        try:
-            self._step()
-        except Exception as error:  # noqa: BLE001 — as in the background
-            self._fail(error)
-            self._require_writable()
-
-    def _make_room_in_redo(self) -> None:
-        while self._state.dirty_bytes > self._flusher.flush_above_bytes:
-            self._flusher.step()
-
-    def _wait_for_room(self, timeout_s: float | None) -> None:
-        """Return once there is memory for more changes."""
-        state = self._state
-        bytes_max = state.pool_bytes_max * DIRTY_MAX
-        if state.dirty_bytes < bytes_max:
-            return
-        deadline_s = None if timeout_s is None else self._now_s() + timeout_s
-        while state.dirty_bytes >= bytes_max:
-            self._help()
-            if deadline_s is not None and self._now_s() >= deadline_s:
-                raise Busy("memory is full of changes that are not in pages yet", path=self._log.directory)
 
     # ------------------------------------------------------------------ writing
-
-    def _require_writable(self) -> None:
-        if self._closed:
-            raise Closed("the database is closed", path=self._log.directory)
-        if self._failure is not None:
-            raise again(self._failure)
 
     def _commit(
         self, encode: Callable[[Chain, int], list[bytes]], keys: Sequence[bytes], timeout_s: float | None
@@ -244,7 +92,7 @@ class Database:
                 records = list(zip(seqs, payloads, repeat(0), repeat(0), strict=False))
                 state.apply_plain(keys, records, seq_last)
             else:
-                for seq, payload, segment_first, offset in _placed(pieces, payloads, chain_before):
+                for seq, payload, segment_first, offset in placed(pieces, payloads, chain_before):
                     state.apply(seq, payload, segment_first, offset)
         except BaseException as error:
             # The entries are in the log: what memory has of them is not known.
@@ -266,9 +114,7 @@ class Database:
             if decide is not None:
                 decide()
             ticket = self._commit(encode, keys, timeout_s)
-        if state.dirty_bytes > self._looked_at_bytes:
-            self._looked_at_bytes = state.dirty_bytes + LOOK_AFTER_BYTES
-            self._task.wake()
+        self._wake_flusher()
         try:
             return int(self._wal.wait(ticket))
         except LowwaterError as error:
@@ -299,11 +145,6 @@ class Database:
                 raise NotEmpty(f"the bucket {bucket!r} holds {found.key!r} and perhaps more")
 
         return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
-
-    def buckets(self) -> list[str]:
-        self._require_open()
-        self._await(self._state.buckets_seq)
-        return sorted(self._state.buckets)
 
     def put(
         self,
@@ -375,8 +216,8 @@ class Database:
     ) -> int:
         if not isinstance(if_seq, int) or isinstance(if_seq, bool) or not 0 <= if_seq <= format.SEQ_MAX:
             raise InputError(f"if_seq is {if_seq!r:.80}", hint="give the seq of a version, or 0 for none")
-        plain = Put(bucket, key, value, metadata).encode(0)
-        request_hash = blake3(plain + cbor2.dumps(["if_seq", if_seq], canonical=True)).digest(16)
+        Put(bucket, key, value, metadata).encode(0)  # what is wrong with it is told before all else
+        extras = Extras(request_hash=request_hash(Put(bucket, key, value, metadata, if_seq=if_seq)))
 
         def decide() -> None:
             self._bucket_check(bucket)()
@@ -388,7 +229,7 @@ class Database:
                 )
 
         def encode(_: Chain, time_us: int) -> list[bytes]:
-            return [_encode_put(bucket, key, value, metadata, time_us, Extras(request_hash=request_hash))]
+            return [_encode_put(bucket, key, value, metadata, time_us, extras)]
 
         return self._write(encode, (), timeout_s, decide)
 
@@ -411,8 +252,7 @@ class Database:
         """Store what a key has under another one too. A large value is not written again."""
         format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
         format.encode_name(key, "key", KEY_BYTES_MAX)
-        request = cbor2.dumps(["copy", bucket, key, to_bucket, to_key], canonical=True)
-        extras = Extras(request_hash=blake3(request).digest(16))
+        extras = Extras(request_hash=request_hash(Copy(bucket, key, to_bucket, to_key)))
         name = format.encode_name(to_bucket, "bucket", BUCKET_BYTES_MAX)
         to_name = format.encode_name(to_key, "key", KEY_BYTES_MAX)
         payload_of: Callable[[int], bytes]
@@ -423,14 +263,8 @@ class Database:
             found, _ = self._newest(bucket, key)
             if found is None:
                 raise NotFound(f"there is no {key!r} in the bucket {bucket!r}")
-            metadata = format.encode_metadata(found.metadata)
-            value, all_extras = found.value, extras
-            if len(value) > self._state.inline_bytes_max:
-                self._await(found.seq)
-                place = self._state.place_of(encode_key(bucket.encode(), key.encode()))
-                seq = self._values.frame_seq(place)
-                all_extras = extras._replace(value_ref=ValueRef(seq, len(value), blake3(value).digest()))
-                value = b""
+            metadata, value, value_ref = self._copied(bucket, key)
+            all_extras = extras._replace(value_ref=value_ref)
 
             def payload_of(time_us: int) -> bytes:
                 return format.encode_payload(
@@ -492,219 +326,13 @@ class Database:
             decide()
         return None
 
-    @property
-    def directory(self) -> str:
-        """Where the log is."""
-        return self._log.directory
-
     def _bucket_check(self, bucket: str) -> Callable[[], None]:
         def check() -> None:
             self._prefix(bucket)
 
         return check
 
-    # ------------------------------------------------------------------ reading
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise Closed("the database is closed", path=self._log.directory)
-
-    def _prefix(self, bucket: str) -> bytes:
-        try:
-            return self._state.prefixes[bucket]
-        except (KeyError, TypeError):
-            format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
-            self._require_open()
-            self._await(self._state.buckets_seq)
-            raise NotFound(
-                f"there is no bucket {bucket!r}", hint="make it with create_bucket, or look at buckets()"
-            ) from None
-
-    def _await(self, seq: int) -> None:
-        """Return once an answer that rests on `seq` can be given."""
-        if self._wal.durable_seq < seq:
-            self._log.sync()
-            if self._wal.durable_seq < seq:
-                raise again(self._failure or self._wal.failure or Closed("the log is closed"))
-
-    def _newest(self, bucket: str, key: str) -> tuple[Object | None, int]:
-        encoded = self._prefix(bucket) + format.encode_name(key, "key", KEY_BYTES_MAX)
-        found, rests_on = self._state.newest(encoded, bucket, key, self._wal.durable_seq)
-        if rests_on > self._wal.durable_seq:
-            self._await(rests_on)
-        return found, rests_on
-
-    def get(self, bucket: str, key: str, at: int | None = None) -> Object:
-        """The newest version of a key, or the newest one not above the seq `at`. Raises NotFound."""
-        try:
-            ready = self._state.ready(self._state.prefixes[bucket] + key.encode())
-        except (KeyError, AttributeError, TypeError, UnicodeEncodeError):
-            ready = None
-        if ready is not None and at is None and not self._closed:
-            return ready
-        self._require_open()
-        found = self._newest(bucket, key)[0] if at is None else self._read_at(bucket, key, at)
-        if found is None:
-            raise NotFound(f"there is no {key!r} in the bucket {bucket!r}" + (f" at {at}" if at else ""))
-        return found
-
-    def read(self, bucket: str, key: str, seq: int) -> Object:
-        """`get` with a seq, as the engine's interface names it."""
-        return self.get(bucket, key, at=seq)
-
-    def head(self, bucket: str, key: str, at: int | None = None) -> Head:
-        """What `get` returns, without the value."""
-        return _head(self.get(bucket, key, at))
-
-    def _read_at(self, bucket: str, key: str, at: int) -> Object | None:
-        encoded = encode_key(
-            format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX),
-            format.encode_name(key, "key", KEY_BYTES_MAX),
-        )
-        pinned = self._pin(at)
-        try:
-            return self._state.at(encoded, bucket, key, at)
-        finally:
-            self._state.unpin(pinned)
-
-    def _pin(self, at: int | None) -> int:
-        """Pin a seq that can be read, and wait until what it shows is durable."""
-        state = self._state
-        with state.lock:
-            if at is None:
-                pinned = state.pin()
-            else:
-                if not isinstance(at, int) or isinstance(at, bool) or at < 0:
-                    raise InputError(f"{at!r:.80} is no seq", hint="give the seq of an entry")
-                if at > state.applied:
-                    raise VersionGone(
-                        f"seq {at} was not written yet", seq=at, hint=f"the last one is {state.applied}"
-                    )
-                if at < state.floor:
-                    raise VersionGone(f"versions below {state.floor} were dropped", seq=at)
-                pinned = state.pin(at)
-        try:
-            self._await(pinned)
-        except BaseException:
-            state.unpin(pinned)
-            raise
-        return pinned
-
-    def scan(
-        self, bucket: str, prefix: str = "", *, start_after: str | None = None, at: int | None = None
-    ) -> Iterator[Object]:
-        """The objects of a bucket in the order of their keys, all as of one moment."""
-        self._require_open()
-        if at is None:
-            self._prefix(bucket)
-        name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
-        low = encode_key(name, _as_text(prefix, "prefix"))
-        high = after_prefix(low)
-        if start_after is not None:
-            low = max(low, encode_key(name, _as_text(start_after, "key")) + b"\0")
-        found = self._scan(bucket, low, high, self._pin(at))
-        next(found)  # into the block that unpins, which a generator that never began does not leave
-        return found
-
-    def _scan(self, bucket: str, low: bytes, high: bytes, pinned: int) -> Iterator[Object]:
-        try:
-            yield _NO_OBJECT
-            yield from self._state.scan(bucket, low, high, pinned)
-        finally:
-            self._state.unpin(pinned)
-
-    def list(
-        self,
-        bucket: str,
-        prefix: str = "",
-        delimiter: str | None = None,
-        start_after: str | None = None,
-        limit: int = LIMIT_DEFAULT,
-        at: int | None = None,
-    ) -> Page:
-        """One page of the keys that begin with `prefix`. Keys that have `delimiter` after it come as the
-        prefix that ends with it, once each, and count as one."""
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise InputError(f"the limit is {limit!r:.80}", hint="give a whole number above 0")
-        if delimiter is not None:
-            _as_text(delimiter, "delimiter")
-        self._require_open()
-        if at is None:
-            self._prefix(bucket)
-        name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
-        low = encode_key(name, _as_text(prefix, "prefix"))
-        high = after_prefix(low)
-        if start_after is not None:
-            after = encode_key(name, _as_text(start_after, "key"))
-            skips = delimiter and start_after.endswith(delimiter) and len(start_after) > len(prefix)
-            low = max(low, after_prefix(after) if skips else after + b"\0")
-        objects: list[Head] = []
-        prefixes: list[str] = []
-        pinned = self._pin(at)
-        last: str | None = None
-        try:
-            while low < high:
-                found = None
-                for found in self._state.scan(bucket, low, high, pinned):
-                    if len(objects) + len(prefixes) == limit:
-                        return Page(objects, prefixes, last)
-                    end = found.key.find(delimiter, len(prefix)) if delimiter else -1
-                    if end >= 0:
-                        assert delimiter is not None
-                        last = found.key[: end + len(delimiter)]
-                        prefixes.append(last)
-                        low = after_prefix(encode_key(name, last.encode()))
-                        break
-                    last = found.key
-                    objects.append(_head(found))
-                else:
-                    break
-        finally:
-            self._state.unpin(pinned)
-        return Page(objects, prefixes, None)
-
-    # ------------------------------------------------------------------ the log, and where things stand
-
-    def log(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Entry]:
-        """The durable entries from `start` on."""
-        self._require_open()
-        return self._log.read(start, follow=follow)
-
-    def marks(self) -> Marks:
-        durable = self._wal.durable_seq
-        applied = self._state.applied
-        purged = max(self._log.seq_first - 1, 0)
-        return Marks(max(applied, self._log.seq_last), applied, min(durable, applied), purged, purged, purged)
-
-    def root(self, seq: int | None = None) -> str:
-        """The fingerprint of the content as of `seq`, or now."""
-        self._require_open()
-        pinned = self._pin(seq)
-        try:
-            with self._state.lock:
-                buckets = self._buckets_at(pinned)
-            objects = self._content(buckets, pinned)
-            return content.root(
-                objects,
-                boundaries=self._state.boundaries,
-                lists=Boundaries(self._salt, self._page_keys * content.LIST_BLOCKS),
-                inline_bytes_max=self._state.inline_bytes_max,
-            )
-        finally:
-            self._state.unpin(pinned)
-
-    def _buckets_at(self, seq: int) -> Sequence[Object]:
-        return [*self._state.scan("", b"\0", b"\1", seq)]
-
-    def _content(self, buckets: Sequence[Object], seq: int) -> Iterator[tuple[bytes, Object]]:
-        for found in buckets:
-            yield encode_key(b"", found.key.encode()), found
-        # The order of their keys: shorter names first.
-        for found in sorted(buckets, key=lambda each: (len(each.key.encode()), each.key)):
-            name = found.key.encode()
-            low = encode_key(name, b"")
-            for each in self._state.scan(found.key, low, after_prefix(low), seq):
-                yield encode_key(name, each.key.encode()), each
+    # ------------------------------------------------------------------ which versions are kept
 
     def snapshot(self, name: str) -> int:
         """Keep what can be read now under a name, until `drop_snapshot`. Returns its seq."""
@@ -730,10 +358,6 @@ class Database:
             lambda _, time_us: [Control(Kind.UNPIN, {"name": name}).encode(time_us)], (), None, decide
         )
 
-    def snapshots(self) -> dict[str, int]:
-        """The snapshots by name, with their seqs."""
-        return dict(self._state.snapshots)
-
     def move_horizon(self, seq: int | None) -> int:
         """Keep versions back to `seq` from now on, whoever needs them. None keeps those of snapshots and
         running scans only, which is how a database begins."""
@@ -754,79 +378,9 @@ class Database:
             lambda _, time_us: [Control(Kind.HORIZON, {"seq": seq}).encode(time_us)], (), None, decide
         )
 
-    def checkpoint(self) -> int:
-        """Bring all changes so far into pages, and return the seq up to which they are there. Opening
-        again then begins after it."""
-        with self._state.lock:
-            self._require_writable()
-            seq = self._state.applied
-            self._flusher.want(seq)
-        while not self._flusher.is_flushed(seq):
-            self._help()
-        return seq
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self._log.registry
-
-    def check(self) -> Iterator[Finding]:
-        """Verify the log and the pages, byte for byte. An empty answer means that both are sound."""
-        self._require_open()
-        return self._check()
-
-    def _check(self) -> Iterator[Finding]:
-        marks = self.marks()
-        if list(marks) != sorted(marks, reverse=True):
-            yield Finding("error", f"the marks are out of order: {marks}", self._log.directory)
-        yield from self._log.check()
-        yield from check_pages(
-            self._store,
-            self._store.path,
-            boundaries=self._state.boundaries,
-            seq_durable=lambda: self._wal.durable_seq,
-            read_value=self._values.read,
-        )
-
-    def metrics(self) -> CollectorRegistry:
-        """The registry with everything that is measured here."""
-        return self._log.registry
-
-    def _locate(self, seq: int) -> tuple[int, int]:
-        """Where the frame with this seq lies: its segment's first seq, and its offset."""
-        for run in frames_from(self._log, self._seams.files, seq):
-            if run:
-                if run[0].seq == seq:
-                    return run[0].segment_first, run[0].offset
-                break
-        raise Corrupt(f"the log does not hold seq {seq}, which has a value", seq=seq)
-
     def aio(self) -> AsyncDatabase:
         """The same calls for coroutines."""
         return AsyncDatabase(self)
-
-    def close(self) -> None:
-        """Bring everything into pages and let the directory go."""
-        with self._state.lock:
-            if self._closed:
-                return
-        self._task.stop()
-        try:
-            if self._failure is None and self._wal.failure is None:
-                self._flusher.flush_all()
-        finally:
-            with self._state.lock:
-                self._closed = True
-            try:
-                self._log.close()
-            finally:
-                self._values.close()
-                self._store.close()
-
-    def __enter__(self) -> Database:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_database(
@@ -837,68 +391,9 @@ def open_database(
     options: EngineOptions,
     progress: Progress | None = None,
 ) -> Database:
-    """By the table of `replay.py`."""
-    meta = read_meta(store.read_meta(), log.directory)
-    if meta is None:
-        meta = _meta_of_log(log)
-    elif meta.cluster_id != log.chain.cluster_id:
-        raise Corrupt("the pages belong to another cluster than the log", path=log.directory)
-    elif log.seq_durable < meta.applied:
-        raise Corrupt(
-            f"the log ends at {log.seq_durable}, and the pages hold entries up to {meta.applied}",
-            path=log.directory,
-            seq=meta.applied,
-        )
-    elif log.seq_first > meta.redo_seq:
-        raise Corrupt(
-            f"the log begins at {log.seq_first}, and the pages need it from {meta.redo_seq} on",
-            path=log.directory,
-        )
+    meta = meta_of(log, store)
+    assert meta is not None, "a database's log has its first entry from the beginning"
     return Database(log, store, meta, seams=seams, options=options, progress=progress)
-
-
-def _meta_of_log(log: Log) -> Meta:
-    """For a database without pages: all of it is in the log."""
-    creation = log.creation
-    if creation is None:
-        raise Corrupt(
-            "there are no pages, and the log's beginning is not here",
-            path=log.directory,
-            hint="restore it from the archive",
-        )
-    settings = creation.settings
-    assert settings.page_keys is not None
-    assert settings.inline_bytes_max is not None
-    return Meta(
-        cluster_id=creation.cluster_id,
-        salt=creation.salt,
-        page_keys=settings.page_keys,
-        inline_bytes_max=settings.inline_bytes_max,
-        redo_seq=1,
-        applied=0,
-        horizon=None,
-        snapshots={},
-    )
-
-
-def _placed(
-    pieces: Sequence[Piece], payloads: Sequence[bytes], chain_before: Chain
-) -> Iterator[tuple[int, bytes, int, int]]:
-    """Each payload with its seq and the place of its frame. The writer may have raised its time."""
-    segment_first = chain_before.seq_first
-    for piece in pieces:
-        if piece.starts_segment is not None:
-            segment_first = piece.seq_first
-        data, base = piece.data, piece.offset
-        for position in piece.positions:
-            at = position - base
-            seq, length, _ = format.FRAME.unpack_from(data, at)
-            yield (
-                seq,
-                data[at + format.FRAME_BYTES : at + format.FRAME_BYTES + length],
-                segment_first,
-                position,
-            )
 
 
 def _encode_put(
@@ -940,11 +435,3 @@ def _as_bytes(value: Any) -> bytes:
     raise InputError(
         f"a value is bytes, not {type(value).__name__}", hint="encode it first, for example text.encode()"
     )
-
-
-def _as_text(text: Any, what: str) -> bytes:
-    return format.encode_name(text, what, KEY_BYTES_MAX, empty_allowed=True)
-
-
-def _head(found: Object) -> Head:
-    return Head(found.bucket, found.key, len(found.value), found.metadata, found.seq, found.time_us)

@@ -6,7 +6,7 @@ its caller; an entry is immutable and holds its own copy of its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import cbor2
@@ -151,14 +151,14 @@ def encode_put(
     bucket_bytes = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
     key_bytes = format.encode_name(key, "key", KEY_BYTES_MAX)
     if type(value) is not bytes:
-        value = _as_bytes(value)
+        value = as_bytes(value)
     metadata_bytes = format.encode_metadata(dict(metadata)) if metadata else b""
     return format.encode_payload(
         Kind.PUT, bucket_bytes, key_bytes, metadata_bytes, value, time_us=time_us, origin=origin
     )
 
 
-def _as_bytes(value: Any) -> bytes:
+def as_bytes(value: Any) -> bytes:
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, bytes):
@@ -211,6 +211,11 @@ _BUCKET_KINDS = frozenset({Kind.CREATE_BUCKET, Kind.DELETE_BUCKET})
 _VALUELESS_KINDS = _BUCKET_KINDS | {Kind.DELETE}
 
 
+# Of all of these: `time_us` is the proposer's clock, for an engine that is fed (`lowwater.Engine`). Databases
+# and logs order entries themselves, and give them their own time. Conditions are for such an engine as well:
+# `if_seq` is the seq that the newest version must have (0: there must be none), `if_absent` means `if_seq=0`.
+
+
 class Put(NamedTuple):
     """Store `value` under `key`."""
 
@@ -219,8 +224,13 @@ class Put(NamedTuple):
     value: bytes
     metadata: Mapping[str, str] | None = None
     origin: int = 0
+    if_absent: bool = False
+    if_seq: int | None = None
+    time_us: int = 0
 
     def encode(self, time_us: int) -> bytes:
+        if self.if_absent or self.if_seq is not None:
+            raise _conditional()
         return encode_put(
             self.bucket, self.key, self.value, metadata=self.metadata, time_us=time_us, origin=self.origin
         )
@@ -232,16 +242,41 @@ class Delete(NamedTuple):
     bucket: str
     key: str
     origin: int = 0
+    if_seq: int | None = None
+    time_us: int = 0
 
     def encode(self, time_us: int) -> bytes:
+        if self.if_seq is not None:
+            raise _conditional()
         bucket = format.encode_name(self.bucket, "bucket", BUCKET_BYTES_MAX)
         key = format.encode_name(self.key, "key", KEY_BYTES_MAX)
         return format.encode_payload(Kind.DELETE, bucket, key, b"", b"", time_us=time_us, origin=self.origin)
 
 
+class Copy(NamedTuple):
+    """Store what `key` has under `to_key` too. Conditions are about `to_key`."""
+
+    bucket: str
+    key: str
+    to_bucket: str
+    to_key: str
+    origin: int = 0
+    if_absent: bool = False
+    if_seq: int | None = None
+    time_us: int = 0
+
+
+class Write(NamedTuple):
+    """All of these or none; conditions, and what is copied, are about what is there before the first of them.
+    The n members have the n seqs that end at the one that the engine is given."""
+
+    entries: Sequence[Put | Delete | Copy]
+
+
 class CreateBucket(NamedTuple):
     bucket: str
     origin: int = 0
+    time_us: int = 0
 
     def encode(self, time_us: int) -> bytes:
         return _encode_bucket_entry(Kind.CREATE_BUCKET, self.bucket, time_us, self.origin)
@@ -250,9 +285,16 @@ class CreateBucket(NamedTuple):
 class DeleteBucket(NamedTuple):
     bucket: str
     origin: int = 0
+    time_us: int = 0
 
     def encode(self, time_us: int) -> bytes:
         return _encode_bucket_entry(Kind.DELETE_BUCKET, self.bucket, time_us, self.origin)
+
+
+def _conditional() -> InvalidEntry:
+    return InvalidEntry(
+        "nobody decides a condition here", hint="use put() of a database, or apply_log_entry() of an engine"
+    )
 
 
 def _encode_bucket_entry(kind: Kind, bucket: str, time_us: int, origin: int) -> bytes:
@@ -266,6 +308,7 @@ class Control(NamedTuple):
     kind: Kind
     body: Mapping[str, Any] | None = None
     origin: int = 0
+    time_us: int = 0
 
     def encode(self, time_us: int) -> bytes:
         try:

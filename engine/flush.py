@@ -47,7 +47,7 @@ class Flusher:
         """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
         there."""
         self._state = state
-        self._identity = identity
+        self.identity = identity
         self._make_durable = make_durable
         self._job: Generator[None, None, None] | None = None
         # Everything up to here is to be flushed, whatever memory there is.
@@ -137,12 +137,12 @@ class Flusher:
         self.groups += 1
         self.pages_written += len(puts)
         self.page_bytes_written += sum(len(data) for _, data in puts)
-        self.flushed_redo_seq = redo_seq
         yield
         for each, layout in zip(group, layouts, strict=True):
             self._let_go(each, layout)
             yield
         state.limit_clean()
+        self.flushed_redo_seq = redo_seq
 
     def _merge_range(
         self,
@@ -270,10 +270,11 @@ class Flusher:
         """With the lock: what goes into the store with the pages. All of it is durable before they are."""
         state = self._state
         return {
-            **self._identity,
+            **self.identity,
             "version": META_VERSION,
             "applied": max(frozen_seq, state.versions_seq),
             "horizon": state.horizon,
+            "low_water_mark": state.low_water_mark,
             "snapshots": dict(sorted(state.snapshots.items())),
         }
 

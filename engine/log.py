@@ -123,7 +123,7 @@ class Log:
         options: LogOptions | None = None,
         registry: CollectorRegistry | None = None,
         seams: Seams | None = None,
-        create: bool | Writable = True,
+        create: bool | Writable | None = True,
         durable_seq: int = 0,
     ) -> Log:
         """Open the log in `directory`, or make one there; None keeps it in memory.
@@ -131,7 +131,8 @@ class Log:
         `config` is a TOML file, a mapping or a `Config`, of which the section `wal` counts; `options` says
         the same in code. `registry` is where the log's metrics go; without one it makes its own.
         `create` is False to refuse an empty directory, or the `create` entry of the new log (with its
-        cluster id); otherwise a new log gets an id of its own.
+        cluster id), or None to leave a new log empty until somebody appends that entry; otherwise a new log
+        gets an id of its own.
         """
         if config is not None:
             if options is not None:
@@ -160,9 +161,10 @@ class Log:
         except BaseException:
             wal.close()
             raise
-        if wal.chain.is_empty and create is not False:
+        if wal.chain.is_empty:
             try:
-                log.append(create if not isinstance(create, bool) else log._new_create_entry())
+                if create:
+                    log.append(log._new_create_entry() if isinstance(create, bool) else create)
             except BaseException:
                 log.close()
                 raise
@@ -203,6 +205,12 @@ class Log:
             return self._wal.store.seq_first
 
     @property
+    def seq_before_first(self) -> int:
+        """The seq before the lowest that is here: 0 unless the log's beginning was purged."""
+        with self._wal.lock:
+            return self._wal.store.seq_before_first
+
+    @property
     def seq_last(self) -> int:
         """The last seq that was ordered; it may not be durable yet."""
         return self._wal.chain.seq_last
@@ -237,7 +245,7 @@ class Log:
         at once). They get the next seqs, and the time at which they were ordered."""
         build = self._build(entries)
         if ack == "memory":
-            return self._wal.enqueue(build, timeout_s=timeout_s)
+            return self._wal.enqueue(build, timeout_s=timeout_s)[-1].seq_last
         return self._wal.append(build, timeout_s=timeout_s)
 
     def append_group(self, *entries: Writable, timeout_s: float | None = None) -> int:
@@ -389,8 +397,7 @@ class Log:
         if start == "earliest":
             if self._cold is not None:
                 return 0
-            with self._wal.lock:
-                return self._wal.store.seq_before_first
+            return self.seq_before_first
         if start == "latest":
             return self._wal.durable_seq
         if isinstance(start, datetime):

@@ -6,8 +6,8 @@ Always true: the log's lock is taken first and let go last, so pages and log bel
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -21,6 +21,8 @@ from lowwater.errors import InputError
 
 if TYPE_CHECKING:
     from lowwater.config import Config
+
+T = TypeVar("T")
 
 LOG_DIRECTORY = "wal"
 PAGES_DIRECTORY = "pages"
@@ -39,23 +41,44 @@ def open_embedded(
     `config` is a TOML file, a mapping or a `Config`; `create=False` refuses a directory without a database.
     `progress` is told how far recovery is: (the seq applied, the last one).
     """
+    settings = configured(directory, config)
+    return open_with(
+        settings.path,
+        log_options=settings.log_options,
+        options=settings.options,
+        log_directory=settings.log_directory,
+        create=create,
+        registry=registry,
+        progress=progress,
+    )
+
+
+class Settings(NamedTuple):
+    """A directory, and what the configuration says of it."""
+
+    path: str
+    log_options: LogOptions
+    options: EngineOptions
+    log_directory: str | None
+
+
+def configured(
+    directory: str | os.PathLike[str], config: str | os.PathLike[str] | Mapping[str, Any] | Config | None
+) -> Settings:
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
     path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise InputError(f"{directory!r} is no directory", hint="give the path of a directory as text")
     loaded = Config.load(config)
-    return open_with(
+    return Settings(
         path,
-        log_options=LogOptions.from_config(loaded.wal),
-        options=EngineOptions(
+        LogOptions.from_config(loaded.wal),
+        EngineOptions(
             pool_bytes_max=loaded.engine.pool_bytes_max,
             checkpoint_interval_s=loaded.engine.checkpoint_interval_s,
         ),
-        log_directory=os.fspath(loaded.wal.dir) if loaded.wal.dir is not None else None,
-        create=create,
-        registry=registry,
-        progress=progress,
+        os.fspath(loaded.wal.dir) if loaded.wal.dir is not None else None,
     )
 
 
@@ -72,6 +95,34 @@ def open_with(
     progress: Progress | None = None,
 ) -> Database:
     """The same with everything that a test, or a simulation, puts in its place."""
+
+    def begin(log: Log, pages: PageStore, found: Seams) -> Database:
+        return open_database(log, pages, seams=found, options=options or EngineOptions(), progress=progress)
+
+    return open_parts(
+        path,
+        begin,
+        log_options=log_options,
+        seams=seams,
+        store=store,
+        log_directory=log_directory,
+        create=create,
+        registry=registry,
+    )
+
+
+def open_parts(
+    path: str,
+    begin: Callable[[Log, PageStore, Seams], T],
+    *,
+    log_options: LogOptions | None,
+    seams: Seams | None,
+    store: PageStore | None,
+    log_directory: str | None,
+    create: bool | None,
+    registry: CollectorRegistry | None,
+) -> T:
+    """Open the log and the pages, and give them to `begin`, whose they are unless it raises."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
     log = Log.open(
         log_directory or f"{path}/{LOG_DIRECTORY}",
@@ -84,9 +135,7 @@ def open_with(
         if store is None:
             store = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}")
         try:
-            return open_database(
-                log, store, seams=seams, options=options or EngineOptions(), progress=progress
-            )
+            return begin(log, store, seams)
         except BaseException:
             store.close()
             raise

@@ -137,6 +137,7 @@ class Page:
     __slots__ = (
         "_data",
         "_key_ends",
+        "_plain",
         "_row_ends",
         "_searched",
         "_sections",
@@ -158,6 +159,7 @@ class Page:
     values: list[bytes]
     _data: bytes | None
     _key_ends: array[int]
+    _plain: bool | None
     _row_ends: array[int] | None
     _searched: bool
     _sections: tuple[int, int, int, int, int, int]
@@ -181,6 +183,7 @@ class Page:
         self.values = values
         self._data = None
         self._searched = True
+        self._plain = None
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -189,6 +192,12 @@ class Page:
     @property
     def is_plain(self) -> bool:
         """Whether each key has one version, without metadata and flags: a value and nothing else."""
+        plain = self._plain
+        if plain is None:
+            plain = self._plain = self._find_plain()
+        return plain
+
+    def _find_plain(self) -> bool:
         if self._data is None:
             single = len(set(self.keys)) == len(self.keys) and not any(self.metadata)
         else:
@@ -370,6 +379,7 @@ def decode_page(data: bytes, key: bytes) -> Page:
     page._key_ends = _array("I", data, key_ends_at, key_count)
     page._row_ends = None
     page._searched = False
+    page._plain = None
     page._sections = (
         value_ends_at,
         metadata_ends_at,

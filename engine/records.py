@@ -104,7 +104,7 @@ def object_of(record: Record, bucket: str, key: str, place_reader: PlaceReader) 
     metadata = format.decode_metadata(payload[start : start + metadata_len]) if metadata_len else None
     value = payload[start + metadata_len :]
     if flags & Flag.VALUE_REF:
-        _, length, value_hash = format.VALUE_REF.unpack(value)
+        length, _, value_hash = format.VALUE_REF.unpack(value)
         value = place_reader(VALUE_PLACE.pack(segment_first, offset, length, value_hash))
     return _new(Object, (bucket, key, value, metadata, seq, time_us))
 
@@ -121,7 +121,7 @@ def page_version(record: Record, inline_bytes_max: int) -> PageVersion:
         return (seq, seq, time_us, BUCKET, metadata, b"")
     value = payload[start + metadata_len :]
     if flags & Flag.VALUE_REF:
-        _, length, value_hash = format.VALUE_REF.unpack(value)
+        length, _, value_hash = format.VALUE_REF.unpack(value)
     elif len(value) <= inline_bytes_max:
         return (seq, seq, time_us, 0, metadata, value)
     else:

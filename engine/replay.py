@@ -51,6 +51,7 @@ class Meta(NamedTuple):
     applied: int
     horizon: int | None
     snapshots: dict[str, int]
+    low_water_mark: int
 
 
 def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:

@@ -11,8 +11,9 @@ Always true:
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from operator import attrgetter
 
 from lowwater.engine import format
@@ -43,6 +44,8 @@ OBJECT_OVERHEAD_BYTES = 400
 
 # The smallest page key: those of the buckets' own records begin with it.
 LOWEST = b"\0"
+# Of so many keys it is known that they were read: an object is kept when it is read again.
+ASKED_FOR_MAX = 65_536
 # How many pages a range has after a split.
 RANGE_PAGES = 96
 
@@ -73,6 +76,7 @@ class State:
         self.buckets_seq = 0  # of the last change of a bucket
         # None: nothing is kept but for pins; else versions back to this seq are.
         self.horizon: int | None = None
+        self.low_water_mark = 0  # as it was told
         self.snapshots: dict[str, int] = {}  # the log's pins, by name
         self.versions_seq = 0  # both are those as of this seq, or of `applied` where that is higher
         self._pins: dict[int, int] = {}  # this process' own, with their number
@@ -83,6 +87,7 @@ class State:
         self._ready_new: dict[bytes, Object] = {}
         self._ready_old: dict[bytes, Object] = {}
         self._ready_bytes = 0
+        self._asked_for: set[bytes] = set()
 
     # ------------------------------------------------------------------ applying (with the lock)
 
@@ -241,13 +246,20 @@ class State:
 
     def newest(self, key: bytes, bucket: str, name: str, durable_seq: int) -> tuple[Object | None, int]:
         """The newest version of a key, None where there is none, and the seq that this rests on."""
+        waited_for = 0
         while True:
-            place = self.map.find(key)
+            lows, ranges = self.map.view
+            place = ranges[bisect_right(lows, key) - 1]
             epoch = place.epoch
             record = changed = place.dirty.get(key)
             if record is None and (frozen := place.frozen) is not None:
                 record = frozen.get(key)
             if record is not None:
+                if record[0] > self.applied and record[0] != waited_for:
+                    # Of a group that is being applied: who has seen one of its changes sees all from then on.
+                    waited_for = record[0]
+                    with self.lock:
+                        continue
                 if is_deletion(record[1]):
                     return None, record[0]
                 found: Object | None = object_of(record, bucket, name, self._place_reader)
@@ -272,6 +284,13 @@ class State:
     ) -> None:
         """Who changes the key takes it out of here afterwards, with the lock; who was faster than us is seen.
         Without the lock others could find it here before we have looked."""
+        # What was asked for once may never be again. Losing one of these to a race costs nothing.
+        asked_for = self._asked_for
+        if key not in asked_for:
+            if len(asked_for) >= ASKED_FOR_MAX:
+                asked_for.clear()
+            asked_for.add(key)
+            return
         if not self.lock.acquire(blocking=False):
             return
         try:
@@ -368,6 +387,17 @@ class State:
             return records[0][0]
         return 0 if page is None or row < 0 else page.seqs[row]
 
+    def live_seq(self, key: bytes) -> int:
+        """The seq of the newest version of a key; 0 where there is none, or the key was deleted."""
+        with self.lock:
+            records, page, row = self.versions(key)
+        if records:
+            return 0 if is_deletion(records[0][1]) else records[0][0]
+        if page is None or row < 0:
+            return 0
+        seq, _, flags, _, _ = page.row(row)
+        return 0 if flags & TOMBSTONE else seq
+
     def changed_since(self, low: bytes, high: bytes, seq: int) -> bool:
         """Whether a key from `low` to below `high` has a version above `seq`."""
         position: bytes | None = low
@@ -458,16 +488,16 @@ class State:
         stop = bisect_left(keys, high) if high is not None else len(keys)
         if not overlay and page.is_plain and page.seq <= seq:
             # The common case: each key has one version, which is a value.
-            return [
-                _new(Object, (bucket, key[skip:].decode(), value, None, version_seq, time_us))
-                for key, value, version_seq, time_us in zip(
-                    keys[start:stop],
-                    page.values[start:stop],
-                    page.seqs[start:stop],
-                    page.times[start:stop],
-                    strict=True,
-                )
-            ]
+            columns = zip(
+                repeat(bucket),
+                [key[skip:].decode() for key in keys[start:stop]],
+                page.values[start:stop],
+                repeat(None),
+                page.seqs[start:stop],
+                page.times[start:stop],
+                strict=False,
+            )
+            return list(map(_new, repeat(Object), columns))
         rows = []
         row = start
         while row < stop:
@@ -494,7 +524,7 @@ def _nowhere(seq: int) -> tuple[int, int]:
 
 
 def _referred_seq(payload: bytes) -> int:
-    return int(format.VALUE_REF.unpack(payload[-format.VALUE_REF.size :])[0])
+    return int(format.VALUE_REF.unpack(payload[-format.VALUE_REF.size :])[1])
 
 
 def _ranges_of(keys: list[bytes]) -> list[Range]:

@@ -341,12 +341,11 @@ class Wal:
                 return await waiter
             await room
 
-    def enqueue(self, build: Build, *, timeout_s: float | None = None) -> int:
-        """Append, and return the last seq at once (`ack="memory"`): it is durable after the next sync."""
+    def enqueue(self, build: Build, *, timeout_s: float | None = None) -> list[Piece]:
+        """Append, and return the pieces at once (`ack="memory"`): they are durable after the next sync."""
         self.refuse_forked()
         with self.lock:
-            self._enqueue(build, None, timeout_s)
-            seq_last = self._chain.seq_last
+            pieces = self._enqueue(build, None, timeout_s)
             if not self._urgent and self._queued_bytes >= self.options.batch_bytes_max:
                 self._urgent = True
             wake = False
@@ -357,7 +356,7 @@ class Wal:
                 wake = True
         if wake:
             self._writer.wake()
-        return seq_last
+        return pieces
 
     def refuse_forked(self) -> None:
         """A forked child shares the files and not the threads: it may touch nothing, and no lock either."""

@@ -345,9 +345,10 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
     """The table is what people read; the fields are what counts."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     documented = {}
-    for section, table in re.findall(r"^## `\[(\w+)\]`(.*?)^## ", text.replace("\n## ", "\n## \n## "), re.M | re.S):
-        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
-        documented |= {f"{section}.{key}": default.strip("` ") for key, default in rows}
+    for part in text.split("\n## "):
+        if section := re.match(r"`\[(\w+)\]`", part):
+            rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", part, re.MULTILINE)
+            documented |= {f"{section[1]}.{key}": default.strip("` ") for key, default in rows}
     assert sorted(documented) == sorted(KEYS)
     for key, default in documented.items():
         section, name = key.split(".")

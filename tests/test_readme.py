@@ -23,7 +23,12 @@ def test_the_readme_has_its_twenty_lines() -> None:
     ids=["database", "log"],
 )
 def test_the_lines_of_the_readme_run(
-    block: str, shown: str, hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    block: str,
+    shown: str,
+    hidden: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A newcomer copies them first of all."""
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import cbor2
 import pytest
@@ -57,6 +57,11 @@ class Version(NamedTuple):
     value: bytes | None
     metadata: dict[str, str] | None = None
 
+
+Objects = list[Object]
+Names = list[str]
+Scan = tuple[int, Iterator[Object], Objects]
+"""The seq as of which it is, what is left of it, and what must be left"""
 
 Effect = tuple[str, Any, Any, Any, Any]
 """(what, bucket or name, key, value or seq, metadata)"""
@@ -139,7 +144,7 @@ class Model:
         found = _at(self.keys.get(bucket, {}).get(key, ()), at)
         return None if found is None else _object(bucket, key, found)
 
-    def live(self, bucket: str, prefix: str = "", at: int | None = None) -> list[Object]:
+    def live(self, bucket: str, prefix: str = "", at: int | None = None) -> Objects:
         found = []
         for key, versions in sorted(self.keys.get(bucket, {}).items()):
             if key.startswith(prefix) and (version := _at(versions, at)) is not None:
@@ -147,7 +152,13 @@ class Model:
         return found
 
     def list(
-        self, bucket: str, prefix: str, delimiter: str | None, start_after: str | None, limit: int, at: int | None
+        self,
+        bucket: str,
+        prefix: str,
+        delimiter: str | None,
+        start_after: str | None,
+        limit: int,
+        at: int | None,
     ) -> Page:
         objects: list[Head] = []
         prefixes: list[str] = []
@@ -173,7 +184,7 @@ class Model:
                 objects.append(_head(found))
         return Page(objects, prefixes, None)
 
-    def bucket_names(self, at: int | None = None) -> list[str]:
+    def bucket_names(self, at: int | None = None) -> Names:
         return sorted(bucket for bucket in self.buckets if self.has_bucket(bucket, at))
 
     # ------------------------------------------------------------------ the root
@@ -272,7 +283,9 @@ class Machine:
     seed: int = 0
     pool_bytes_max: int = 2**20
     checkpoint_interval_s: float | None = None
-    log_options: LogOptions = field(default_factory=lambda: LogOptions(segment_bytes=16_384, block_bytes=4096))
+    log_options: LogOptions = field(
+        default_factory=lambda: LogOptions(segment_bytes=16_384, block_bytes=4096)
+    )
     page_keys: int = PAGE_KEYS
     clock: VirtualClock = field(default_factory=VirtualClock)
 
@@ -395,7 +408,7 @@ class Driver:
         self.model = Model(page_keys=machine.page_keys)
         self.rng = random.Random(f"crashes {machine.seed}")
         self.pending: list[Unit] = []
-        self.scans: list[tuple[int, Iterator[Object], list[Object]]] = []
+        self.scans: list[Scan] = []
         self.serial = 0
         self.crashes = 0
         self.seen: Counter[str] = Counter()
@@ -427,7 +440,7 @@ class Driver:
         self.scans, self.model.pins = [], Counter()
         rng, files = self.rng, self.machine.files
         while True:
-            self.machine.crash(mode or rng.choice(SURVIVALS), rng)
+            self.machine.crash(rng.choice(SURVIVALS) if mode is None else mode, rng)
             if rng.random() < again:
                 files.crash_at(files.operations + rng.randint(1, 12), after=rng.random() < 0.5)
             try:
@@ -461,9 +474,7 @@ class Driver:
     def _units(self, *effects: Effect) -> list[Unit]:
         """An entry for each effect."""
         time_us = max(self.machine.clock.now_us(), self.model.time_us)
-        return [
-            Unit(seq, time_us, [effect]) for seq, effect in enumerate(effects, self.model.applied + 1)
-        ]
+        return [Unit(seq, time_us, [effect]) for seq, effect in enumerate(effects, self.model.applied + 1)]
 
     def _commit(self, units: list[Unit], call: Callable[[], int], offset: int = 0) -> None:
         self.pending = units
@@ -662,9 +673,9 @@ class Driver:
         """So many objects of a scan, or all that are left; it ends when it has no more."""
         if not self.scans:
             return
-        pinned, scan, expected = self.scans[index % len(self.scans)]
+        _, scan, expected = self.scans[index % len(self.scans)]
         count = len(expected) + 1 if count is None else count
-        found = []
+        found: Objects = []
         ended = False
         while len(found) < count and not ended:
             each = next(scan, None)
@@ -733,19 +744,19 @@ SIZES = (0, 5, 5, 20, 20, 60, 60, 200, 255, 256, 257, 280, 320, 1000, 3000)
 class Chance:
     """Draws calls for a driver from one seed."""
 
-    WEIGHTS: dict[str, int] = {
+    WEIGHTS: ClassVar[dict[str, int]] = {
         "put": 30, "put_many": 10, "put_if": 6, "delete": 14, "copy": 6, "write": 8, "get": 14, "get_at": 10,
-        "list": 5, "open_scan": 4, "advance_scan": 8, "abandon_scan": 1, "create_bucket": 3,
+        "list": 5, "open_scan": 4, "advance_scan": 8, "abandon_scan": 1, "create_bucket": 8,
         "delete_bucket": 2, "empty_bucket": 1, "snapshot": 2, "drop_snapshot": 2, "move_horizon": 2,
         "root": 1, "checkpoint": 1, "step": 40, "idle": 2, "advance": 6, "reopen": 1, "crash": 1,
-        "crash_soon": 2, "compare": 1,
+        "crash_soon": 2, "compare": 1, "delete_run": 4,
     }  # fmt: skip
 
     def __init__(self, driver: Driver, rng: random.Random) -> None:
         self.driver = driver
         self.rng = rng
         self.names = list(self.WEIGHTS)
-        rare = rng.choice((0.1, 1, 1))  # some databases live long
+        rare = rng.choice((0.1, 1, 3))  # some databases live long
         self.weights = [
             weight * (rare if "crash" in name or name == "reopen" else 1)
             for name, weight in self.WEIGHTS.items()
@@ -813,6 +824,13 @@ class Chance:
 
     def delete(self) -> None:
         self.driver.delete(*self.held())
+
+    def delete_run(self) -> None:
+        """Keys side by side: pages become empty."""
+        bucket, first = self.held()
+        live = [found.key for found in self.driver.model.live(bucket) if found.key >= first]
+        for key in live[: self.rng.choice((4, 12))]:
+            self.driver.delete(bucket, key)
 
     def copy(self) -> None:
         self.driver.copy(*self.held(), self.bucket(), self.key())
@@ -923,4 +941,5 @@ def run_by_chance(seed: int, steps: int) -> Driver:
     Chance(driver, random.Random(f"calls {seed}")).run(steps)
     driver.machine.files._crash_number = None
     driver.compare()
+    assert list(driver.db.check()) == []
     return driver

@@ -136,6 +136,7 @@ class Killer:
         # The state as the log's entries make it, up to `replayed`.
         self.state: dict[str, tuple[int, bytes]] = {}
         self.replayed = 0
+        self.pid = 0
         self.acknowledged = 0
         self.lives_that_flushed = 0
 
@@ -146,7 +147,7 @@ class Killer:
         assert server.stdout is not None
         server.stdin.write(f"{life}\n")
         server.stdin.flush()
-        pid = int(server.stdout.readline().split()[1])
+        self.pid = pid = int(server.stdout.readline().split()[1])
         promised: dict[int, list[tuple[int, int]]] = {}
         intended: dict[int, int] = {}
         wanted = self.rng.choice((0, 1, self.rng.randrange(300), self.rng.randrange(300)))
@@ -251,9 +252,16 @@ class Killer:
             stdout=subprocess.PIPE,
             text=True,
         ) as server:
-            for life in range(1, kills + 1):
-                promised = self.live_and_die(server, life)
-                self.verify(life, promised, whole=life % whole_every == 0 or life == kills)
+            try:
+                for life in range(1, kills + 1):
+                    promised = self.live_and_die(server, life)
+                    self.pid = 0
+                    self.verify(life, promised, whole=life % whole_every == 0 or life == kills)
+            finally:
+                # Otherwise a test that failed would wait for a life that goes on for ever.
+                server.kill()
+                if self.pid:
+                    os.kill(self.pid, signal.SIGKILL)
         assert self.acknowledged > 20 * kills
         assert self.lives_that_flushed > kills // 10, "pages were to be flushed all the time"
 

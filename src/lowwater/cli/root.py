@@ -15,8 +15,11 @@ from lowwater import logging
 from lowwater.cli.output import print_error
 from lowwater.errors import LowwaterError
 
-# One name for each file here that holds a command: `log` is the object `log` in `log.py`.
-COMMANDS: tuple[str, ...] = ("log",)
+# Where each command is: `get` is the object `get` in that module.
+COMMANDS = {
+    "log": "lowwater.cli.log",
+    **{name: f"lowwater.cli.database.{name}" for name in ("check", "get", "history", "ls", "put", "root")},
+}
 
 INTERRUPTED = 130
 
@@ -30,7 +33,7 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"lowwater.cli.{cmd_name}"), cmd_name)
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

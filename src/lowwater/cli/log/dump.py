@@ -100,8 +100,6 @@ def dump(
     """
     if key is not None and prefix is not None:
         raise click.UsageError("--key and --prefix exclude each other.")
-    if as_json and values in ("utf8", "hex"):
-        raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
     selection = Selection(
         seq_first=seq_first,
         seq_last=seq_last,
@@ -112,6 +110,22 @@ def dump(
         key=key,
         key_prefix=prefix,
     )
+    print_entries(ctx, path, selection, limit=limit, values=values, as_json=as_json, salvage=salvage)
+
+
+def print_entries(
+    ctx: click.Context,
+    path: str,
+    selection: Selection,
+    *,
+    limit: int | None,
+    values: str | None,
+    as_json: bool,
+    salvage: bool = False,
+) -> None:
+    """The wanted entries, as lines."""
+    if as_json and values in ("utf8", "hex"):
+        raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
     findings: list[Finding] = []
     lines = _lines(
         dump_entries(RealFiles(), path, selection, salvage=salvage),

@@ -1,0 +1,298 @@
+"""The fed engine: somebody else orders the entries (their own consensus, or ours), and it applies them.
+
+Always true:
+  - apply decides, then logs: what becomes of a request is decided once, when it is applied in order, from
+    what every replica has; its frame says the outcome, and nothing decides it again;
+  - the frames of two engines that were fed the same pairs are the same bytes, whatever happened between the
+    calls: nothing here has a clock, makes a seq, or appends an entry of its own;
+  - `apply_log_entry` returns once the entry is applied and queued for the log. It is durable after `sync`,
+    or soon; what others read waits for that;
+  - a seq is never given to two requests: whoever tries that gets LogDivergence, and the engine stops writing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from lowwater.engine import format
+from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings, seal_entry
+from lowwater.engine.core import EngineOptions, identity_of, meta_of, new_meta, placed
+from lowwater.engine.decide import Refusal, decide
+from lowwater.engine.entries import Copy, Write, decode_payload
+from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.opening import configured, open_parts
+from lowwater.engine.orchestrator import Orchestrator, Outcome
+from lowwater.engine.pages import Boundaries
+from lowwater.engine.pagestore import PageStore
+from lowwater.engine.pieces import raise_times
+from lowwater.engine.reading import Reading
+from lowwater.engine.redelivery import HeldFrames
+from lowwater.engine.replay import Progress
+from lowwater.engine.requests import (
+    Copied,
+    Request,
+    Single,
+    encode_outcome,
+    group_of,
+    is_same_request,
+    members_of,
+)
+from lowwater.engine.seams import Task
+from lowwater.errors import (
+    InputError,
+    InternalError,
+    InvalidEntry,
+    LogDivergence,
+    LowwaterError,
+    NewerVersion,
+)
+from lowwater.logging import get_logger
+
+if TYPE_CHECKING:
+    from lowwater.config import Config
+
+
+class Engine(Reading):
+    """An engine that is fed by an orchestrator: `apply_log_entry(seq, entry)`, in the order of the seqs.
+
+    The first entry is `Create(cluster_id, salt)`; until it comes there is nothing to read. After a restart,
+    deliver again from any seq that is not above `marks().durable`, or from the next one on.
+    """
+
+    def __init__(
+        self,
+        data: str | os.PathLike[str],
+        tier: str | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+        orchestrator: Orchestrator | None = None,
+        *,
+        registry: CollectorRegistry | None = None,
+        progress: Progress | None = None,
+        log_options: LogOptions | None = None,
+        options: EngineOptions | None = None,
+        seams: Seams | None = None,
+        store: PageStore | None = None,
+    ) -> None:
+        """Open the engine in the directory `data`, or make one there. `orchestrator` is told what the engine
+        itself wants to have ordered. The last four are what a test, or a simulation, puts in their place."""
+        if tier is not None:
+            raise InputError("this version keeps nothing in an object store", hint="leave `tier` out")
+        settings = configured(data, config)
+        wanted = log_options or settings.log_options
+        self._orchestrator = orchestrator
+        self._age_max_s = wanted.segment_age_max_s
+        self._age_task: Task | None = None
+
+        def begin(log: Log, pages: PageStore, found: Seams) -> None:
+            self._held = HeldFrames(log)
+            Reading.__init__(
+                self,
+                log,
+                pages,
+                meta_of(log, pages) or _NOTHING,
+                seams=found,
+                options=options or settings.options,
+                progress=progress,
+            )
+
+        open_parts(
+            settings.path,
+            begin,
+            # A log that seals by age appends to itself; here that is for the orchestrator to order.
+            log_options=replace(wanted, segment_age_max_s=None),
+            seams=seams,
+            store=store,
+            log_directory=settings.log_directory,
+            create=None,
+            registry=registry,
+        )
+        if orchestrator is None:
+            return
+        try:
+            self.update_low_water_mark(orchestrator.get_low_water_mark())
+        except BaseException:
+            self.close()
+            raise
+        if self._age_max_s is not None:
+            self._age_task = self._seams.runner.start("engine-age", self._age_step)
+            self._age_task.wake()
+
+    # ------------------------------------------------------------------ applying
+
+    def apply_log_entry(self, seq: int, entry: Request) -> Outcome:
+        """Apply an entry, and return what became of it. Seqs rise, with holes as the orchestrator likes; the
+        n members of a `Write` have the n seqs that end at `seq`.
+
+        An entry that was applied before has no effect and the same outcome; another one under its seq, or one
+        in a hole, raises LogDivergence. What no engine would take raises InvalidEntry and changes nothing.
+        """
+        members = members_of(entry)
+        if not isinstance(seq, int) or isinstance(seq, bool) or not len(members) <= seq <= format.SEQ_MAX:
+            raise InvalidEntry(
+                f"{seq!r:.80} is no seq for this entry", hint="give a whole number from 1 to 2^64-1"
+            )
+        group_seq_last = seq if isinstance(entry, Write) else None
+        self._wait_for_room(None)
+        with self._state.lock:
+            self._require_writable()
+            if seq - len(members) < self._state.applied:
+                return self._apply_again(seq, members, group_seq_last)
+            refusal = self._apply(seq, members, group_seq_last)
+        self._wake_flusher()
+        return Outcome(seq, refusal)
+
+    def _apply(self, seq: int, members: Sequence[Single], group_seq_last: int | None) -> Refusal | None:
+        """With the lock: decide, log and apply."""
+        state, chain = self._state, self._wal.chain
+        if isinstance(members[0], Create) != chain.is_empty:
+            raise InvalidEntry(
+                "the first entry of a log is a Create, and no other one is",
+                hint="deliver a log from its beginning, into a directory of its own",
+            )
+        # Before it is decided, and for refusals too: what can be taken must not depend on the state.
+        payloads = [
+            encode_outcome(member, member.time_us, group_seq_last=group_seq_last, copied=_NOT_LOOKED_UP)
+            for member in members
+        ]
+        refusal = decide(state, chain, members, group=group_seq_last is not None)
+        for index, member in enumerate(members):
+            if refusal is not None or isinstance(member, Copy):
+                payloads[index] = encode_outcome(
+                    member,
+                    member.time_us,
+                    group_seq_last=group_seq_last,
+                    refused=refusal,
+                    copied=self._copied(member.bucket, member.key)
+                    if refusal is None and isinstance(member, Copy)
+                    else None,
+                )
+        raised = raise_times(payloads, chain.time_us)
+        seqs = range(seq - len(members) + 1, seq + 1)
+        pieces = self._wal.enqueue(lambda _: (seqs, raised))
+        try:
+            if chain.is_empty:
+                self._begin()
+            for frame_seq, payload, segment_first, offset in placed(pieces, raised, chain):
+                state.apply(frame_seq, payload, segment_first, offset)
+        except BaseException as error:
+            # The entries are in the log: what memory has of them is not known.
+            self._fail(InternalError(f"an entry could not be applied: {error}"))
+            raise
+        return refusal
+
+    def _begin(self) -> None:
+        """With the lock: what the first entry says for ever."""
+        creation = self._wal.chain.creation
+        assert creation is not None
+        meta = new_meta(creation)
+        self._salt, self._page_keys = meta.salt, meta.page_keys
+        self._state.boundaries = Boundaries(meta.salt, meta.page_keys)
+        self._state.inline_bytes_max = meta.inline_bytes_max
+        self._flusher.identity = identity_of(meta)
+
+    def _apply_again(self, seq: int, members: Sequence[Single], group_seq_last: int | None) -> Outcome:
+        """With the lock: what became of an entry that was applied before. Raises LogDivergence where that was
+        another one."""
+        purged = self._log.seq_before_first
+        if seq <= purged:
+            return Outcome(seq, None)
+        self._await(min(seq, self._state.applied))
+        seq_first = seq - len(members) + 1
+        before = self._held.payload(seq_first - 1) if seq_first - 1 > purged else None
+        if before is not None and group_seq_last is not None and group_of(seq, before) == group_seq_last:
+            raise self._diverged(seq, "its group has more entries here")
+        held = None
+        for member_seq, member in enumerate(members, seq_first):
+            held = self._held.payload(member_seq)
+            if held is None:
+                raise self._diverged(member_seq, f"it is a hole here, below {self._state.applied}")
+            if not is_same_request(member, member_seq, held, group_seq_last):
+                raise self._diverged(member_seq, "it is another entry here")
+        assert held is not None
+        return Outcome(seq, _refusal_of(seq, held))
+
+    def _diverged(self, seq: int, why: str) -> LogDivergence:
+        """The error, after which nothing is written any more."""
+        error = LogDivergence(f"seq {seq} was delivered, and {why}", seq=seq, path=self.directory)
+        self._fail(error)
+        return error
+
+    def sync(self) -> int:
+        """Return once everything that was applied is durable: the last durable seq."""
+        self._require_open()
+        try:
+            return self._log.sync()
+        except LowwaterError as error:
+            self._fail(error)
+            raise
+
+    # ------------------------------------------------------------------ marks and checkpoints
+
+    def update_low_water_mark(self, lwm: int) -> int:
+        """Tell the lowest durable seq of all voting members. Returns the mark: it never falls while the
+        engine is open, and is not above what is durable here. It is stored with the next pages that are
+        written: tell it again after a restart."""
+        if not isinstance(lwm, int) or isinstance(lwm, bool) or not 0 <= lwm <= format.SEQ_MAX:
+            raise InputError(f"{lwm!r:.80} is no seq", hint="give the seq of an entry, or 0")
+        state = self._state
+        with state.lock:
+            state.low_water_mark = max(state.low_water_mark, lwm)
+            return self.marks().lwm
+
+    def get_s3_high_water_mark(self) -> int:
+        """Every entry up to here is in the object store: none, without one."""
+        return self.marks().hwm
+
+    def create_checkpoint(self) -> int:
+        """`checkpoint`, as the engine's interface names it."""
+        return self.checkpoint()
+
+    # ------------------------------------------------------------------ what the engine asks for
+
+    def _age_step(self) -> float | None:
+        """Propose a seal when the first frame of the current segment is too old, until it is there."""
+        age_max_s = self._age_max_s
+        assert age_max_s is not None
+        assert self._orchestrator is not None
+        opened_us = self._wal.store.opened_us
+        if opened_us is None:
+            return age_max_s
+        wait_s = age_max_s - (self._seams.clock.now_us() - opened_us) / 1e6
+        if wait_s > 0:
+            return min(wait_s, age_max_s)
+        seq_first = self._wal.chain.seq_first
+        if seq_first and self._failure is None:
+            try:
+                self._orchestrator.propose(seal_entry(seq_first))
+            except Exception as error:  # noqa: BLE001 — best effort, whatever somebody else's code raises
+                _logger.warning("the orchestrator took no seal", path=self.directory, error=str(error))
+        return age_max_s
+
+    def close(self) -> None:
+        """Bring everything into pages and let the directory go."""
+        if self._age_task is not None:
+            self._age_task.stop()
+        super().close()
+
+
+_logger = get_logger("lowwater.engine")
+
+_NOT_LOOKED_UP: Copied = (b"", b"", None)
+
+# What is known before the first entry. No page is written with it: there is nothing to write.
+_NOTHING = new_meta(Creation(bytes(CLUSTER_ID_BYTES), bytes(SALT_BYTES), LogSettings()))
+
+
+def _refusal_of(seq: int, held: bytes) -> Refusal | None:
+    code = decode_payload(seq, held).refused
+    if code is None:
+        return None
+    try:
+        return Refusal(code)
+    except ValueError:
+        raise NewerVersion(f"the refusal {code} is not known to this version", seq=seq) from None

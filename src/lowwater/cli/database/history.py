@@ -1,0 +1,34 @@
+"""`lowwater history`: what was ever done to a key, from the log."""
+
+from __future__ import annotations
+
+import click
+
+from lowwater.cli.database.opened import log_directory
+from lowwater.cli.log.dump import print_entries
+from lowwater.cli.output import end_on_sigterm, json_option
+from lowwater.engine.dump import Selection
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.argument("bucket")
+@click.argument("key")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
+@click.option(
+    "--values",
+    type=click.Choice(["none", "utf8", "hex", "base64"]),
+    help="How to show values. The default is none, their size alone; in JSON it is base64.",
+)
+@json_option
+@click.pass_context
+def history(
+    ctx: click.Context, path: str, bucket: str, key: str, limit: int | None, values: str | None, as_json: bool
+) -> None:
+    """Print the log's entries of one key, the oldest first.
+
+    The directory may be open elsewhere; nothing is changed. With --json each entry is a line of JSON.
+    """
+    end_on_sigterm(ctx)
+    selection = Selection(bucket=bucket, key=key)
+    print_entries(ctx, log_directory(ctx, path), selection, limit=limit, values=values, as_json=as_json)

@@ -1,0 +1,63 @@
+"""`lowwater put`: one value, from standard input."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import click
+
+from lowwater.cli.database.opened import opened
+from lowwater.cli.log.dump import Seq
+from lowwater.cli.output import json_option, print_json
+from lowwater.errors import AlreadyExists
+
+
+class Pair(click.ParamType[tuple[str, str]]):
+    """A name and its value."""
+
+    name = "name=value"
+
+    def convert(
+        self, value: str | tuple[str, str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = value.partition("=")
+        if not name or not equals:
+            self.fail(f"{value!r} is no NAME=VALUE", param, ctx)
+        return name, text
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.argument("bucket")
+@click.argument("key")
+@click.argument("source", type=click.File("rb"), default="-")
+@click.option("--metadata", type=Pair(), multiple=True, help="May be repeated.")
+@click.option("--if-absent", is_flag=True, help="Only where there is no such key.")
+@click.option(
+    "--if-seq", type=Seq(), help="Only where the newest version has this seq; 0: where there is none."
+)
+@click.option("--create", is_flag=True, help="Make the database and the bucket, where they are missing.")
+@json_option
+@click.pass_context
+def put(
+    ctx: click.Context, path: str, bucket: str, key: str, source: BinaryIO,
+    metadata: tuple[tuple[str, str], ...], if_absent: bool, if_seq: int | None, create: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Store a value from a file, or from standard input, and print its seq once it is durable.
+
+    The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
+    """
+    value = source.read()
+    with opened(ctx, path, create=create) as db:
+        if create:
+            try:
+                db.create_bucket(bucket)
+            except AlreadyExists:
+                pass
+        seq = db.put(bucket, key, value, dict(metadata) or None, if_absent=if_absent, if_seq=if_seq)
+    if as_json:
+        print_json({"bucket": bucket, "key": key, "seq": seq, "value_bytes": len(value)})
+    else:
+        click.echo(seq)
