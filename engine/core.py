@@ -159,6 +159,8 @@ class Core:
 
     def _wait_for_room(self, timeout_s: float | None) -> None:
         """Return once there is memory for more changes."""
+        if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
+            raise InputError(f"timeout_s is {timeout_s!r:.80}", hint="give seconds, or None to wait for ever")
         state = self._state
         bytes_max = state.pool_bytes_max * DIRTY_MAX
         if state.dirty_bytes < bytes_max:

@@ -29,7 +29,6 @@ from lowwater.engine.opening import configured, open_parts
 from lowwater.engine.orchestrator import Orchestrator, Outcome
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.pieces import raise_times
 from lowwater.engine.reading import Reading
 from lowwater.engine.redelivery import HeldFrames
 from lowwater.engine.replay import Progress
@@ -171,13 +170,12 @@ class Engine(Reading):
                     if refusal is None and isinstance(member, Copy)
                     else None,
                 )
-        raised = raise_times(payloads, chain.time_us)
         seqs = range(seq - len(members) + 1, seq + 1)
-        pieces = self._wal.enqueue(lambda _: (seqs, raised))
+        pieces = self._wal.enqueue(lambda _: (seqs, payloads))
         try:
             if chain.is_empty:
                 self._begin()
-            for frame_seq, payload, segment_first, offset in placed(pieces, raised, chain):
+            for frame_seq, payload, segment_first, offset in placed(pieces, payloads, chain):
                 state.apply(frame_seq, payload, segment_first, offset)
         except BaseException as error:
             # The entries are in the log: what memory has of them is not known.

@@ -3,7 +3,7 @@
 Always true: an orchestrator gives each entry its seq, which rises and is never given again; it may deliver an
 entry as often as it likes, and begins again after a crash at any seq not above the engine's `durable`.
 
-`testing/engine.py` has the suite that every StorageEngine passes.
+`testing/engine.py` and `testing/orchestrator.py` have the suites that every one of them passes.
 """
 
 from __future__ import annotations

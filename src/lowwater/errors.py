@@ -151,7 +151,7 @@ class LimitExceeded(InputError):
 
 
 class VersionGone(InputError):
-    default_hint = "versions are kept for snapshots, and as long as engine.versions_age_max says"
+    default_hint = "versions are kept for snapshots and running scans, and back to where move_horizon was told"
 
 
 class NotFound(InputError):

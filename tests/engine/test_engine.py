@@ -27,6 +27,7 @@ from lowwater.engine.log import LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.requests import Request, members_of
 from lowwater.engine.testing.engine import CLUSTER_ID, HISTORY, SALT, EngineConformance, Place, feed
+from lowwater.engine.testing.orchestrator import OrchestratorConformance
 from lowwater.errors import (
     Closed,
     InputError,
@@ -217,6 +218,16 @@ def test_if_seq_names_a_version_as_reads_show_it(engine: Engine) -> None:
     assert values(engine) == {"k": b"2", "l": b"2"}
 
 
+def test_a_deletion_that_is_kept_in_a_page_is_no_version(engine: Engine) -> None:
+    """What somebody may still read decides nothing."""
+    feed(engine, [(3, Put("b", "k", b"1")), (4, Control(Kind.HORIZON, {"seq": 3})), (5, Delete("b", "k"))])
+    engine.create_checkpoint()
+    assert engine.read("b", "k", 4).value == b"1"
+    assert engine.apply_log_entry(6, Delete("b", "k")).refused == Refusal.NO_KEY
+    assert engine.apply_log_entry(7, Copy("b", "k", "b", "l")).refused == Refusal.NO_KEY
+    assert engine.apply_log_entry(8, Put("b", "k", b"2", if_absent=True)).refused is None
+
+
 def test_a_large_value_is_copied_by_reference_to_the_frame_that_has_it(engine: Engine) -> None:
     """Also a copy of a copy, and also when nothing was durable yet."""
     large = bytes(range(256)) * 20
@@ -238,6 +249,7 @@ def test_a_seal_ends_the_segment_that_it_names_and_no_other(engine: Engine) -> N
     assert engine.apply_log_entry(6, seal_entry(1)).refused == Refusal.OUT_OF_DATE
     assert engine.apply_log_entry(7, seal_entry(1)).refused == Refusal.OUT_OF_DATE
     assert engine.apply_log_entry(8, seal_entry(6)).refused is None
+    assert engine.apply_log_entry(9, seal_entry(0)).refused == Refusal.OUT_OF_DATE
     assert engine.apply_log_entry(8, seal_entry(6)).refused is None
     engine.sync()
     assert [s.seq_first for s in engine._wal.store.segments] == [1, 6]
@@ -651,22 +663,34 @@ def test_what_is_wrong_with_opening_is_told(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """An orchestrator that remembers what it was asked."""
+    """An orchestrator in a few lines, which orders every other proposal."""
 
     def __init__(self, lwm: int = 0) -> None:
         self.lwm = lwm
         self.proposed: list[Request] = []
+        self.pairs: list[Pair] = [(3, CREATE)]
 
     def get_low_water_mark(self) -> int:
         return self.lwm
 
     def fetch_log_entries(self, seq_first: int, seq_last: int) -> Iterable[Pair]:
-        return [pair for pair in APPLIED if seq_first <= pair[0] <= seq_last]
+        return [pair for pair in self.pairs if seq_first <= pair[0] <= seq_last]
 
     def propose(self, entry: Request) -> None:
         self.proposed.append(entry)
         if len(self.proposed) == 1:
             raise RuntimeError("no leader")
+        if len(self.proposed) % 2:
+            self.pairs.append((self.pairs[-1][0] + 2, entry))
+
+
+class TestOrchestrator(OrchestratorConformance):
+    @pytest.fixture
+    def orchestrator(self) -> lowwater.Orchestrator:
+        made = Recorder()
+        with pytest.raises(RuntimeError):
+            made.propose(Control(Kind.NOOP))
+        return made
 
 
 def test_the_low_water_mark_is_asked_for_when_it_opens(node: Node, engine: Engine) -> None:
