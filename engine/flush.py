@@ -14,12 +14,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import cbor2
 
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge, page_key
 from lowwater.engine.ranges import Layout, Range
 from lowwater.engine.records import PageVersion, page_version
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
@@ -28,6 +28,11 @@ BEFORE_COMMIT = Failpoint("pages.before_commit")
 AFTER_COMMIT = Failpoint("pages.after_commit")
 
 GROUP_BYTES = 8 * 2**20
+# What a range without pages is divided by: so many of its keys, into at most so many parts.
+SAMPLED_KEYS = 1024
+PARTS_MAX = 8
+# How many changed keys are merged before others may run.
+MERGED_AT_ONCE = 64
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
 META_KEY = b"state"
@@ -49,6 +54,8 @@ class Flusher:
         self._state = state
         self.identity = identity
         self._make_durable = make_durable
+        # Pages of ranges that were divided before there was anything in the store.
+        self._unstored: dict[bytes, Page] = {}
         self._job: Generator[None, None, None] | None = None
         # Everything up to here is to be flushed, whatever memory there is.
         self._wanted_seq = 0
@@ -88,6 +95,9 @@ class Flusher:
         """The ranges of the next group; none at all for a group that only moves `redo_seq`."""
         state = self._state
         with state.lock:
+            for each in state.map.ranges:
+                if len(each.dirty) > CHANGES_MAX and all(key in self._unstored for key in each.layout.keys):
+                    self._divide_changes(each)
             ranges = [each for each in state.map.ranges if each.dirty]
             if self._wanted_seq and self.flushed_redo_seq <= self._wanted_seq:
                 old = [each for each in ranges if each.rec_seq <= self._wanted_seq]
@@ -131,6 +141,9 @@ class Flusher:
                 state.clean.forget(before)
             redo_seq = self._redo_seq(group, frozen_seq)
         meta["redo_seq"] = redo_seq
+        written = {key for key, _ in puts}
+        puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
+        self._unstored.clear()
         BEFORE_COMMIT()
         state.store.write(sorted(puts), deletes, {META_KEY: cbor2.dumps(meta, canonical=True)})
         AFTER_COMMIT()
@@ -177,26 +190,49 @@ class Flusher:
                 low = before.keys[index]
                 page = before.pages[index] or state.fetch(before, index)
             changed.sort()
-            merged = merge(
-                page,
-                low,
-                list(self._versions(each, changed)),
-                frozen_seq=frozen_seq,
-                floor=floor,
-                boundaries=state.boundaries,
-            )
+            merged = yield from self._merge_page(each, page, low, changed, frozen_seq, floor)
             if page is not None and not (merged and merged[0][0] == low):
                 seq = max(frozen_seq, page.seq)
                 if self._joins(each, before, keys, pages, seq):
                     deletes.append(low)
                 else:
                     merged.insert(0, (low, _placeholder(low, seq)))
-            for key, result in merged:
+            for number, (key, result) in enumerate(merged):
                 keys.append(key)
                 pages.append(result)
                 puts.append((key, encode_page(result, key)))
+                if number % 8 == 7:
+                    yield
             yield
         return Layout(keys, pages)
+
+    def _merge_page(
+        self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, floor: int
+    ) -> Generator[None, None, list[tuple[bytes, Page]]]:
+        """What becomes of one page. Many changes go in by parts, in order: the last page that a part leaves
+        is where the next part goes, still with the seq of the page that it was."""
+        done: list[tuple[bytes, Page]] = []
+        seq_held = 0 if page is None else page.seq
+        for start in range(0, len(changed), MERGED_AT_ONCE):
+            part = changed[start : start + MERGED_AT_ONCE]
+            merged = merge(
+                page,
+                low,
+                list(self._versions(each, part)),
+                frozen_seq=frozen_seq,
+                floor=floor,
+                boundaries=self._state.boundaries,
+            )
+            if start + len(part) == len(changed):
+                return done + merged
+            if merged:
+                low, page = merged.pop()
+                page.seq = seq_held
+                done += merged
+            else:
+                page = Page(seq_held, [], array("Q"), array("Q"), bytearray(), [], [])
+            yield
+        raise AssertionError("a page without changes is not merged")
 
     def _joins(
         self, each: Range, before: Layout, keys: list[bytes], pages: list[Page | None], seq: int
@@ -251,14 +287,32 @@ class Flusher:
             part = Layout(layout.keys[start:stop], pages[start:stop])
             parts.append(Range(part.keys[0] if start else each.low, part))
             self._state.clean.adopt(part)
+        self._replace(each, parts)
+
+    def _divide_changes(self, each: Range) -> None:
+        """With the lock: a range that has nothing in the store yet. It can be divided at any key; at one that
+        begins a page, pages come out as they would have anyway. Each part gets a page at once, which goes
+        to the store with the first others: or a page before it would claim the part's keys."""
+        every = len(each.dirty) // SAMPLED_KEYS + 1
+        sample = sorted(islice(each.dirty, 0, None, every))
+        is_boundary = self._state.boundaries.is_boundary
+        lows = sorted({page_key(key) for key in sample if is_boundary(key)} - {each.low})
+        lows = [each.low, *lows[:: len(lows) // PARTS_MAX + 1]]
+        if len(lows) > 1 and lows[1] > each.low:
+            self._unstored.update((low, _placeholder(low, 0)) for low in lows[1:])
+            parts = [Range(low, Layout([low], [self._unstored[low]])) for low in lows[1:]]
+            self._replace(each, [Range(each.low, each.layout), *parts])
+
+    def _replace(self, each: Range, parts: list[Range]) -> None:
+        """With the lock: a range by several, which get its changes."""
         lows = [part.low for part in parts]
         for key, record in each.dirty.items():
             parts[bisect_right(lows, key) - 1].dirty[key] = record
         for key, records in each.older.items():
             parts[bisect_right(lows, key) - 1].older[key] = records
-        for divided in parts:
-            if divided.dirty:
-                divided.rec_seq = each.rec_seq
+        for part in parts:
+            if part.dirty:
+                part.rec_seq = each.rec_seq
         self._state.map.replace(each, parts)
 
     def _redo_seq(self, group: list[Range], frozen_seq: int) -> int:
@@ -288,8 +342,9 @@ def _as_group(ranges: list[Range]) -> list[Range]:
     """As many of the ranges, from the first on, as make a transaction."""
     size = 0
     for count, each in enumerate(ranges, 1):
-        # At most all pages of the range are written, or a page for each change.
-        size += min(len(each.layout.keys) + 1, len(each.dirty)) * 8192
+        # At most all pages of the range are written, and those that come; or a page for each change.
+        pages = len(each.layout.keys) + len(each.dirty) // 64 + 1
+        size += min(pages, len(each.dirty)) * 8192
         if size >= GROUP_BYTES:
             return ranges[:count]
     return ranges

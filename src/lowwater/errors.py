@@ -151,7 +151,9 @@ class LimitExceeded(InputError):
 
 
 class VersionGone(InputError):
-    default_hint = "versions are kept for snapshots and running scans, and back to where move_horizon was told"
+    default_hint = (
+        "versions are kept for snapshots and running scans, and back to where move_horizon was told"
+    )
 
 
 class NotFound(InputError):
