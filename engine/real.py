@@ -205,6 +205,22 @@ class SequentialFile(RealFile):
             os.close(fd)
 
 
+class LockFile(RealFile):
+    """A file with a lock on it, which ends with `close` even where a forked child has the file open too. The
+    child's `close` leaves the lock to the process that took it."""
+
+    __slots__ = ("_pid",)
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        if self._fd >= 0 and self._pid == os.getpid():
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        super().close()
+
+
 class RealFiles:
     preallocate = True
 
@@ -262,4 +278,4 @@ class RealFiles:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 raise BlockingIOError(error.errno, "locked by another process", path) from error
             raise
-        return RealFile(fd)
+        return LockFile(fd)
