@@ -513,6 +513,11 @@ class SegmentStore:
                 self._write_hint(durable=True)
             except OSError:
                 pass  # it is a hint: a disk without room for it has kept the entries
+        with self._job_lock:
+            if self._job is not None:
+                # After a failure it stands where it was, with a file open.
+                self._job.close()
+                self._job = None
         if self.current is not None:
             self.current.file.close()
 

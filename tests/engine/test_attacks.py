@@ -361,3 +361,17 @@ def _only_at_the_end(self: store.SegmentStore, least_bytes: int = store.READ_BYT
 def read_whole(files: MemoryFiles, path: str) -> bytes:
     file = files.open(path)
     return file.read_at(0, file.size())
+
+
+def test_closing_a_failed_log_leaves_no_file_open(tmp_path: Path) -> None:
+    """A spare was half made when the disk failed: its file stayed open as long as somebody held the log."""
+    log = Log.open(tmp_path / "log")
+    log.append(put(1))
+    store = log.wal.store
+    log.wal._housekeeper.stop()
+    store._job = store._prepare_spare(2**22)
+    next(store._job)
+    log.wal._poison(OSError(5, "broken"), leading=False)
+    log.close()
+    held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert not [path for path in held if path.startswith(str(tmp_path))]
