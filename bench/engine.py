@@ -181,23 +181,7 @@ def benchmark(memory: int, keys: int, *, only_peers: bool) -> Benchmark:
     help="Only this workload (put, overwrite, put1k, hot, uniform, scan1000, scan100, mixed, redo, large) or "
     "contender (ours, rocksdb, lmdb, sqlite), and the baselines of its ratios. Repeatable.",
 )
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("build/bench"),
-    show_default=True,
-    help="Where temporary data goes: on the disk that is to be measured.",
-)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("build/bench/engine.json"),
-    show_default=True,
-    help="Where all figures go.",
-)
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios as PNG.")
+@run.output_options("engine")
 def main(
     *,
     rounds: int,

@@ -36,23 +36,7 @@ from bench.child import LOG
     help="Only this workload (batches, single, read, open) or contender (ours, raw, rocksdb, lmdb, sqlite, "
     "slatedb, or one variant such as ours-pipelined), and the baselines of its ratios. Repeatable.",
 )
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("build/bench"),
-    show_default=True,
-    help="Where temporary data goes: on the disk that is to be measured.",
-)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("build/bench/log.json"),
-    show_default=True,
-    help="Where all figures go.",
-)
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios as PNG.")
+@run.output_options("log")
 def main(
     *,
     rounds: int | None,

@@ -122,23 +122,7 @@ def draw(points: list[Point], described: dict[str, Any], path: Path) -> None:
     help="Records that only the log has. Repeatable.",
 )
 @click.option("--rounds", type=click.IntRange(1, 1000), default=3, show_default=True)
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("build/bench"),
-    show_default=True,
-    help="Where temporary data goes: on the disk that is to be measured.",
-)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("build/bench/recovery.json"),
-    show_default=True,
-    help="Where all figures go.",
-)
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw them as PNG.")
+@run.output_options("recovery", drawn="them")
 def main(
     *,
     states: tuple[int, ...],

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -35,6 +35,7 @@ from bench.report import Benchmark, Workload
 ROOT = Path(__file__).resolve().parents[1]
 CHILD_SECONDS_MAX = 600
 
+F = TypeVar("F", bound=Callable[..., Any])
 Answer = dict[str, Any]
 Chosen = list[tuple[Workload, list[Contender]]]
 
@@ -232,6 +233,38 @@ def _status(answers: list[Answer]) -> dict[str, str]:
         if answer["status"] != "ok":
             return {"status": answer["status"], "reason": answer["reason"]}
     return {"status": "ok", "reason": ""}
+
+
+def output_options(name: str, *, drawn: str = "the ratios") -> Callable[[F], F]:
+    """Where a benchmark works, and where its figures go."""
+    options = (
+        click.option(
+            "--dir",
+            "directory",
+            type=click.Path(path_type=Path, file_okay=False),
+            default=Path("build/bench"),
+            show_default=True,
+            help="Where temporary data goes: on the disk that is to be measured.",
+        ),
+        click.option(
+            "--json",
+            "json_path",
+            type=click.Path(path_type=Path, dir_okay=False),
+            default=Path(f"build/bench/{name}.json"),
+            show_default=True,
+            help="Where all figures go.",
+        ),
+        click.option(
+            "--picture", type=click.Path(path_type=Path, dir_okay=False), help=f"Draw {drawn} as PNG."
+        ),
+    )
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def check_outputs(json_path: Path, picture: Path | None) -> None:

@@ -30,12 +30,10 @@ class CleanPages:
         self._lock = threading.Lock()
         self.bytes = 0
         self.bytes_max = 0
-        self.misses = 0
 
     def add(self, layout: Layout, index: int, page: Page) -> None:
         """Keep a page that was read from the store."""
         with self._lock:
-            self.misses += 1
             if layout.pages[index] is None:
                 self._add(layout, index, page)
                 if self.bytes > self.bytes_max:

@@ -30,7 +30,15 @@ from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
 from lowwater.engine.state import State
 from lowwater.engine.tickets import again
 from lowwater.engine.values import ValueReader, segments_of
-from lowwater.errors import Busy, Closed, Corrupt, InputError, LogPoisoned, LowwaterError
+from lowwater.errors import (
+    Busy,
+    Closed,
+    Corrupt,
+    InputError,
+    InternalError,
+    LogPoisoned,
+    LowwaterError,
+)
 
 # After how many new changes the background looks whether there is something to flush.
 LOOK_AFTER_BYTES = 2**20
@@ -171,6 +179,23 @@ class Core:
             if deadline_s is not None and self._now_s() >= deadline_s:
                 raise Busy("memory is full of changes that are not in pages yet", path=self._log.directory)
 
+    def _apply_placed(self, pieces: Sequence[Piece], chain_before: Chain) -> None:
+        """With the lock: what the log has taken goes into the state, with the place of each frame, and as it
+        was queued: the writer may have raised a time."""
+        segment_first = chain_before.seq_first
+        for piece in pieces:
+            if piece.starts_segment is not None:
+                segment_first = piece.seq_first
+            for position in piece.positions:
+                at = position - piece.offset
+                seq, length, _ = format.FRAME.unpack_from(piece.data, at)
+                start = at + format.FRAME_BYTES
+                self._state.apply(seq, piece.data[start : start + length], segment_first, position)
+
+    def _fail_unapplied(self, error: BaseException) -> None:
+        """Entries are in the log, and what memory has of them is not known."""
+        self._fail(InternalError(f"an entry could not be applied: {error}"))
+
     # ------------------------------------------------------------------ what is possible now
 
     def _require_open(self) -> None:
@@ -178,8 +203,7 @@ class Core:
             raise Closed("the database is closed", path=self._log.directory)
 
     def _require_writable(self) -> None:
-        if self._closed:
-            raise Closed("the database is closed", path=self._log.directory)
+        self._require_open()
         if self._failure is not None:
             raise again(self._failure)
 
@@ -344,23 +368,3 @@ def identity_of(meta: Meta) -> dict[str, object]:
         "page_keys": meta.page_keys,
         "inline_bytes_max": meta.inline_bytes_max,
     }
-
-
-def placed(
-    pieces: Sequence[Piece], payloads: Sequence[bytes], chain_before: Chain
-) -> Iterator[tuple[int, bytes, int, int]]:
-    """Each payload with its seq and the place of its frame. The writer may have raised its time."""
-    segment_first = chain_before.seq_first
-    for piece in pieces:
-        if piece.starts_segment is not None:
-            segment_first = piece.seq_first
-        data, base = piece.data, piece.offset
-        for position in piece.positions:
-            at = position - base
-            seq, length, _ = format.FRAME.unpack_from(data, at)
-            yield (
-                seq,
-                data[at + format.FRAME_BYTES : at + format.FRAME_BYTES + length],
-                segment_first,
-                position,
-            )

@@ -18,7 +18,7 @@ from typing import Any
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
 from lowwater.engine.chain import Chain
-from lowwater.engine.core import EngineOptions, meta_of, placed
+from lowwater.engine.core import EngineOptions, meta_of
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
 from lowwater.engine.locks import LockManager
@@ -33,7 +33,6 @@ from lowwater.errors import (
     AlreadyExists,
     ConditionFailed,
     InputError,
-    InternalError,
     LowwaterError,
     NotEmpty,
     NotFound,
@@ -92,11 +91,9 @@ class Database(Reading):
                 records = list(zip(seqs, payloads, repeat(0), repeat(0), strict=False))
                 state.apply_plain(keys, records, seq_last)
             else:
-                for seq, payload, segment_first, offset in placed(pieces, payloads, chain_before):
-                    state.apply(seq, payload, segment_first, offset)
+                self._apply_placed(pieces, chain_before)
         except BaseException as error:
-            # The entries are in the log: what memory has of them is not known.
-            self._fail(InternalError(f"an entry could not be applied: {error}"))
+            self._fail_unapplied(error)
             raise
         return ticket
 
@@ -123,7 +120,7 @@ class Database(Reading):
 
     def create_bucket(self, bucket: str) -> int:
         """Make a bucket. Raises AlreadyExists where there is one."""
-        name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+        format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
 
         def decide() -> None:
             if bucket in self._state.buckets:
@@ -131,7 +128,6 @@ class Database(Reading):
                 raise AlreadyExists(f"there is a bucket {bucket!r} already", hint="choose another name")
 
         entry = CreateBucket(bucket)
-        del name
         return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
 
     def delete_bucket(self, bucket: str) -> int:

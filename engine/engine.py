@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings, seal_entry
-from lowwater.engine.core import EngineOptions, identity_of, meta_of, new_meta, placed
+from lowwater.engine.core import EngineOptions, identity_of, meta_of, new_meta
 from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.entries import Copy, Write, decode_payload
 from lowwater.engine.log import Log, LogOptions, Seams
@@ -44,7 +44,6 @@ from lowwater.engine.requests import (
 from lowwater.engine.seams import Task
 from lowwater.errors import (
     InputError,
-    InternalError,
     InvalidEntry,
     LogDivergence,
     LowwaterError,
@@ -175,11 +174,9 @@ class Engine(Reading):
         try:
             if chain.is_empty:
                 self._begin()
-            for frame_seq, payload, segment_first, offset in placed(pieces, payloads, chain):
-                state.apply(frame_seq, payload, segment_first, offset)
+            self._apply_placed(pieces, chain)
         except BaseException as error:
-            # The entries are in the log: what memory has of them is not known.
-            self._fail(InternalError(f"an entry could not be applied: {error}"))
+            self._fail_unapplied(error)
             raise
         return refusal
 
@@ -257,12 +254,8 @@ class Engine(Reading):
         age_max_s = self._age_max_s
         assert age_max_s is not None
         assert self._orchestrator is not None
-        opened_us = self._wal.store.opened_us
-        if opened_us is None:
-            return age_max_s
-        wait_s = age_max_s - (self._seams.clock.now_us() - opened_us) / 1e6
-        if wait_s > 0:
-            return min(wait_s, age_max_s)
+        if (wait_s := self._log.seal_wait_s(age_max_s)) > 0:
+            return wait_s
         seq_first = self._wal.chain.seq_first
         if seq_first and self._failure is None:
             try:

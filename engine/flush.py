@@ -60,7 +60,7 @@ class Flusher:
         # Everything up to here is to be flushed, whatever memory there is.
         self._wanted_seq = 0
         self.flushed_redo_seq = 0
-        self.groups = self.pages_written = self.page_bytes_written = 0
+        self.groups = 0
 
     # ------------------------------------------------------------------ when
 
@@ -148,8 +148,6 @@ class Flusher:
         state.store.write(sorted(puts), deletes, {META_KEY: cbor2.dumps(meta, canonical=True)})
         AFTER_COMMIT()
         self.groups += 1
-        self.pages_written += len(puts)
-        self.page_bytes_written += sum(len(data) for _, data in puts)
         yield
         for each, layout in zip(group, layouts, strict=True):
             self._let_go(each, layout)

@@ -355,16 +355,19 @@ class Log:
         """Return once everything that was appended is durable: the last durable seq."""
         return self._wal.sync()
 
+    def seal_wait_s(self, age_max_s: float) -> float:
+        """How long to wait until the current segment's first frame may be so old; at most that."""
+        opened_us = self._wal.store.opened_us
+        if opened_us is None:
+            return age_max_s
+        return min(age_max_s - (self._seams.clock.now_us() - opened_us) / 1e6, age_max_s)
+
     def _age_step(self) -> float | None:
         """Seal the current segment when its first frame is too old."""
         age_max_s = self._options.segment_age_max_s
         assert age_max_s is not None
-        opened_us = self._wal.store.opened_us
-        if opened_us is None:
-            return age_max_s
-        wait_s = age_max_s - (self._seams.clock.now_us() - opened_us) / 1e6
-        if wait_s > 0:
-            return min(wait_s, age_max_s)
+        if (wait_s := self.seal_wait_s(age_max_s)) > 0:
+            return wait_s
         try:
             self.seal()
         except (NotFound, ReopenError):

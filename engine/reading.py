@@ -13,7 +13,7 @@ from typing import Any
 from lowwater.engine import content, format
 from lowwater.engine.core import Core
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, ValueRef
-from lowwater.engine.pages import Boundaries, after_prefix, encode_key
+from lowwater.engine.pages import Boundaries, after_prefix, bucket_range, encode_key
 from lowwater.engine.records import VALUE_PLACE, Head, Object, Page
 from lowwater.engine.requests import Copied
 from lowwater.errors import InputError, NotFound, VersionGone
@@ -223,8 +223,7 @@ class Reading(Core):
         # The order of their keys: shorter names first.
         for found in sorted(buckets, key=lambda each: (len(each.key.encode()), each.key)):
             name = found.key.encode()
-            low = encode_key(name, b"")
-            for each in self._state.scan(found.key, low, after_prefix(low), seq):
+            for each in self._state.scan(found.key, *bucket_range(name), seq):
                 yield encode_key(name, each.key.encode()), each
 
     def snapshots(self) -> dict[str, int]:

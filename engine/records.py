@@ -67,7 +67,7 @@ class Marks(NamedTuple):
     purged: int
 
 
-# A version that is in no page yet: its seq, its frame's payload (shared with the log), and the first seq of
+# A version that is in no page yet: its seq, its frame's payload, and the first seq of
 # the segment and the offset at which the frame with its value lies, 0 where the value is small. A plain
 # tuple: the garbage collector soon leaves those alone, and there are millions of them.
 Record = tuple[int, bytes, int, int]

@@ -27,8 +27,9 @@ import cbor2
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.flush import META_KEY, META_VERSION
-from lowwater.engine.format import Kind
+from lowwater.engine.format import FIXED_BYTES, Kind
 from lowwater.engine.log import Log
+from lowwater.engine.pages import encode_key
 from lowwater.engine.records import Record
 from lowwater.engine.seams import File, Files
 from lowwater.engine.state import State
@@ -155,13 +156,13 @@ def _apply_run(state: State, run: list[Placed]) -> None:
     """Frames that are puts and deletes without optional groups go in together."""
     keys: list[bytes] = []
     records: list[Record] = []
-    lengths = _LENGTHS
     seq = 0
     for placed in run:
         seq, payload, segment_first, offset = placed
         if (payload[0] == Kind.PUT or payload[0] == Kind.DELETE) and not payload[1] and not payload[2]:
-            bucket_len = payload[3]
-            keys.append(lengths[bucket_len] + payload[25 : 25 + bucket_len + payload[5] + (payload[6] << 8)])
+            key_start = FIXED_BYTES + payload[3]
+            key_end = key_start + payload[5] + (payload[6] << 8)
+            keys.append(encode_key(payload[FIXED_BYTES:key_start], payload[key_start:key_end]))
             records.append((seq, payload, segment_first, offset))
             continue
         if keys:
@@ -170,6 +171,3 @@ def _apply_run(state: State, run: list[Placed]) -> None:
         state.apply(seq, payload, segment_first, offset)
     if keys:
         state.apply_plain(keys, records, seq)
-
-
-_LENGTHS = [bytes((length,)) for length in range(256)]

@@ -20,7 +20,7 @@ from lowwater.engine import format
 from lowwater.engine.cleanpages import CleanPages
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.format import Flag, Kind
-from lowwater.engine.pages import REFERENCE, TOMBSTONE, Boundaries, Page, decode_page
+from lowwater.engine.pages import REFERENCE, TOMBSTONE, Boundaries, Page, decode_page, encode_key
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.ranges import Layout, Range, RangeMap
 from lowwater.engine.records import (
@@ -106,7 +106,7 @@ class State:
                 if flags & Flag.VALUE_REF:
                     # A copy: what lies there is what it was copied from.
                     segment_first, offset = self.locate(_referred_seq(payload))
-                self._put(key, (version_seq, payload, segment_first, offset), seq)
+                self._put((key,), ((version_seq, payload, segment_first, offset),), seq)
                 if key[0] == 0:
                     self._apply_bucket(key, version_seq, payload)
             elif kind in (Kind.HORIZON, Kind.PIN, Kind.UNPIN):
@@ -120,46 +120,32 @@ class State:
 
     def apply_plain(self, keys: Sequence[bytes], records: Sequence[Record], seq_last: int) -> None:
         """Puts and deletes of keys, each with its record, the last of which is `seq_last`."""
-        lows, ranges = self.map.view
+        self._put(keys, records)
+        self.applied = seq_last
+
+    def _put(self, keys: Sequence[bytes], records: Sequence[Record], frame_seq: int = 0) -> None:
+        """New versions. `frame_seq` is the seq of their frame where it is not theirs, as in a group."""
+        find = self.map.find
         ready_new, ready_old = self._ready_new, self._ready_old
         keeps_older = self.keeps_older
         added = 0
-        many = len(lows) > 1
-        current = ranges[0]
         for key, record in zip(keys, records, strict=True):
-            if many:
-                current = self.map.find(key)
-            dirty = current.dirty
+            place = find(key)
+            dirty = place.dirty
             before = dirty.get(key)
             dirty[key] = record
             if before is not None:
                 if keeps_older and before[0] < record[0]:
-                    current.older.setdefault(key, []).append(before)
+                    place.older.setdefault(key, []).append(before)
                 else:
                     added -= len(before[1]) + RECORD_OVERHEAD_BYTES
-            elif not current.rec_seq:
-                current.rec_seq = record[0]
+            if not place.rec_seq:
+                place.rec_seq = frame_seq or record[0]
             added += len(record[1]) + RECORD_OVERHEAD_BYTES
             if ready_new or ready_old:
                 ready_new.pop(key, None)
                 ready_old.pop(key, None)
         self.dirty_bytes += added
-        self.applied = seq_last
-
-    def _put(self, key: bytes, record: Record, frame_seq: int) -> None:
-        current = self.map.find(key)
-        before = current.dirty.get(key)
-        current.dirty[key] = record
-        if before is not None:
-            if self.keeps_older and before[0] < record[0]:
-                current.older.setdefault(key, []).append(before)
-            else:
-                self.dirty_bytes -= len(before[1]) + RECORD_OVERHEAD_BYTES
-        if not current.rec_seq:
-            current.rec_seq = frame_seq
-        self.dirty_bytes += len(record[1]) + RECORD_OVERHEAD_BYTES
-        self._ready_new.pop(key, None)
-        self._ready_old.pop(key, None)
 
     def _apply_bucket(self, key: bytes, seq: int, payload: bytes) -> None:
         bucket = key[1:].decode()
@@ -169,7 +155,7 @@ class State:
             self.buckets.pop(bucket, None)
         else:
             self.buckets[bucket] = object_of((seq, payload, 0, 0), "", bucket, self._place_reader)
-            self.prefixes[bucket] = bytes((len(key) - 1,)) + key[1:]
+            self.prefixes[bucket] = encode_key(key[1:], b"")
 
     def _apply_versions_entry(self, seq: int, kind: int, payload: bytes) -> None:
         body = decode_body(decode_payload(seq, payload))
@@ -188,8 +174,7 @@ class State:
         """Find the buckets in the pages, when nothing was applied yet."""
         for found in self.scan("", b"\0", b"\1"):
             self.buckets[found.key] = found
-            name = found.key.encode()
-            self.prefixes[found.key] = bytes((len(name),)) + name
+            self.prefixes[found.key] = encode_key(found.key.encode(), b"")
             self.buckets_seq = max(self.buckets_seq, found.seq)
 
     # ------------------------------------------------------------------ which versions are kept
