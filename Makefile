@@ -3,10 +3,10 @@
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench chaos format clean
+.PHONY: help demo check test bench bench-log bench-engine chaos format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/dev ## show what there is so far
 	@$(BIN)/python -m lowwater.demo
@@ -34,8 +34,15 @@ test: .venv/dev ## all tests, then those that need Docker
 		echo "test passed: all tests hold. There are no tests yet that need Docker, so none were run."; \
 	fi
 
-bench: .venv/bench ## measure the log against its peers, in one run
+bench: bench-log bench-engine ## measure everything against its peers
+
+bench-log: .venv/bench ## measure the log against its peers, in one run
 	@$(BIN)/python bench/log.py --picture build/bench/log.png
+
+bench-engine: .venv/bench ## measure the engine against its peers with 256 and with 64 MiB, and its recovery
+	@$(BIN)/python bench/engine.py --picture build/bench/engine.png
+	@$(BIN)/python bench/engine.py --memory 64 --json build/bench/engine-64.json --picture build/bench/engine-64.png
+	@$(BIN)/python bench/recovery.py --picture build/bench/recovery.png
 
 chaos: .venv/dev ## the tests that run for minutes
 	@$(BIN)/pytest -m chaos --timeout 7200 tests/

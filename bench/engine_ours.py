@@ -75,6 +75,9 @@ class Driver:
         """Objects: each has its key, value, metadata, seq and time."""
         return list(self._db.scan(payloads.BUCKET, prefix=prefix))
 
+    def flush(self) -> None:
+        self._db.flush()
+
     def checkpoint(self) -> None:
         self._db.checkpoint()
 
@@ -104,7 +107,7 @@ def _beside(job: Job, *, checkpoint: bool) -> Result:
 
 
 def prepare_crash(job: Job) -> None:
-    """A state of `job.keys` records behind a checkpoint, then `job.log_records` that only the log has: fresh
+    """A state of `job.keys` records in pages, then `job.log_records` that only the log has: fresh
     ones without a state, else overwriting it. The process ends without closing anything."""
     pool_bytes = (job.keys + job.log_records) * DIRTY_BYTES
     driver = Driver(job, "load", pool_bytes=pool_bytes)
@@ -113,7 +116,7 @@ def prepare_crash(job: Job) -> None:
     if job.keys:
         for part in engine_jobs.parts(flat, engine_jobs.LOAD_BATCH):
             driver.load(part)
-        driver.checkpoint()
+        driver.flush()
     for part in engine_jobs.parts(islice(cycle(flat), job.log_records)):
         driver.load(part)
 

@@ -7,6 +7,7 @@ until it ends or is closed.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 — callers' calls, no background work
 from functools import partial
@@ -14,7 +15,9 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
+from lowwater.engine.moments import At
 from lowwater.engine.records import Object
+from lowwater.errors import Closed
 
 if TYPE_CHECKING:
     from lowwater.engine.database import Database
@@ -39,6 +42,7 @@ class AsyncDatabase:
         self.get = self._awaitable(database.get)
         self.read = self._awaitable(database.read)
         self.head = self._awaitable(database.head)
+        self.read_range = self._awaitable(database.read_range)
         self.delete = self._awaitable(database.delete)
         self.copy = self._awaitable(database.copy)
         self.write = self._awaitable(database.write)
@@ -48,34 +52,52 @@ class AsyncDatabase:
         self.delete_bucket = self._awaitable(database.delete_bucket)
         self.snapshot = self._awaitable(database.snapshot)
         self.drop_snapshot = self._awaitable(database.drop_snapshot)
+        self.flush = self._awaitable(database.flush)
         self.checkpoint = self._awaitable(database.checkpoint)
         self.root = self._awaitable(database.root)
 
     def _awaitable(self, call: Callable[P, T]) -> Callable[P, asyncio.Future[T]]:
         def awaitable(*args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-            return asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))
+            return self._in_thread(partial(call, *args, **kwargs))
 
         awaitable.__doc__ = call.__doc__
         return awaitable
 
     async def run(self, work: Callable[[Database], T]) -> T:
         """Call `work(database)` in a thread: `await db.run(transfer)` for what a transaction does."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, self._database)
+        return await self._in_thread(partial(work, self._database))
+
+    def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        try:
+            return loop.run_in_executor(self._pool, call)
+        except RuntimeError:  # all that a pool says of its end
+            raise Closed("this database was closed", path=self._database.directory) from None
 
     async def scan(
-        self, bucket: str, prefix: str = "", *, start_after: str | None = None, at: int | None = None
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        start_after: str | None = None,
+        at: At | None = None,
+        wait_s: float | None = None,
     ) -> AsyncIterator[Object]:
         """The objects of a bucket in the order of their keys, all as of one moment."""
-        loop = asyncio.get_running_loop()
-        found: Any = await loop.run_in_executor(
-            self._pool, partial(self._database.scan, bucket, prefix, start_after=start_after, at=at)
-        )
+        scan = partial(self._database.scan, bucket, prefix, start_after=start_after, at=at, wait_s=wait_s)
+        found: Any = await self._in_thread(scan)
+        in_use = threading.Lock()
         try:
-            while run := await loop.run_in_executor(self._pool, _take, found):
+            while run := await self._in_thread(partial(_take, found, in_use)):
                 for each in run:
                     yield each
         finally:
-            found.close()
+            # After a cancellation a thread may still be in it, and that one lets it go.
+            if in_use.acquire(blocking=False):
+                try:
+                    found.close()
+                finally:
+                    in_use.release()
 
     async def close(self) -> None:
         """Close the database, once what is under way has ended."""
@@ -94,5 +116,6 @@ class AsyncDatabase:
         await self.close()
 
 
-def _take(found: Iterator[Object]) -> Sequence[Object]:
-    return list(islice(found, SCAN_RUN))
+def _take(found: Iterator[Object], in_use: threading.Lock) -> Sequence[Object]:
+    with in_use:
+        return list(islice(found, SCAN_RUN))

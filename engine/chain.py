@@ -121,6 +121,16 @@ def seal_entry(seq_first: int, *, origin: int = 0) -> Control:
     return Control(Kind.SEAL, {"seq_first": seq_first}, origin)
 
 
+def checkpoint_entry(seq_before: int, *, full: bool = False, origin: int = 0) -> Control:
+    """Have every replica make a checkpoint of what is applied up to this entry. `seq_before` is the seq of
+    the last such entry, 0 for none. Blocks that the checkpoint of that one has are not written again, unless
+    this one is to be `full`."""
+    body: dict[str, Any] = {"before": seq_before}
+    if full:
+        body["full"] = True
+    return Control(Kind.CHECKPOINT, body, origin)
+
+
 class Chain(NamedTuple):
     """Where a log stands: everything that its next frame, and its next segment's header, depend on."""
 

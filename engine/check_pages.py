@@ -26,7 +26,15 @@ from lowwater.engine.pages import (
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.records import VALUE_PLACE, PlaceReader
 from lowwater.engine.replay import Meta, read_meta
+from lowwater.engine.sessions import Session, stored_sessions
 from lowwater.engine.state import LOWEST
+from lowwater.engine.transaction_table import (
+    UNSTAMPED_PREFIX,
+    TransactionTable,
+    ids_in,
+    load_table,
+    unstamped_in,
+)
 from lowwater.errors import Corrupt, LowwaterError
 
 _HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
@@ -43,6 +51,7 @@ def check_pages(
     """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise."""
     yield from check_state(store, path, seq_durable)
     yield from _check_first(store, path)
+    known = TransactionTable()
     for key, following in pairwise(chain(store.page_keys(), [KEY_END])):
         try:
             page = _read(store, key)
@@ -52,6 +61,9 @@ def check_pages(
             if why and following != KEY_END and store.get(following) is None:
                 why = ""  # what was there is in this page by now
             if why := why or _why_disordered(page):
+                yield _error(f"the page of {_shown(key)}: {why}", path)
+            why, known = _why_unknown(store, path, key, page, known)
+            if why:
                 yield _error(f"the page of {_shown(key)}: {why}", path)
             yield from _check_rows(page, path, read_value)
         except LowwaterError as error:
@@ -69,6 +81,71 @@ def check_state(store: PageStore, path: str, seq_durable: Callable[[], int]) -> 
         return
     for why in _why_out_of_order(meta, seq_durable()):
         yield _error(why, path)
+    yield from _check_transactions(store, path, seq_durable())
+    yield from _check_sessions(store, path, seq_durable)
+
+
+def _check_sessions(store: PageStore, path: str, seq_durable: Callable[[], int]) -> Iterator[Finding]:
+    """The stored sessions, each of which may be ahead of the pages, and none of the log."""
+    try:
+        for session_id, data in stored_sessions(store.read_meta()):
+            session = Session.decode(data)
+            if not session_id <= session.seq <= seq_durable():
+                yield _error(f"the session {session_id} is as of {session.seq}, which the log has not", path)
+    except LowwaterError as error:
+        yield Finding.of(error, path)
+
+
+def _check_transactions(store: PageStore, path: str, seq_durable: int) -> Iterator[Finding]:
+    """The table, and what it says about pages. Both are of one moment; pages may be of a later one."""
+    stored = store.read_meta()
+    meta = read_meta(stored, path)
+    assert meta is not None
+    try:
+        table = load_table(stored, path)
+    except LowwaterError as error:
+        yield Finding.of(error, path)
+        return
+    carried = table.in_pages
+    for txn, row in table.rows.items():
+        if not txn <= row.seq_last <= meta.applied <= seq_durable or not row.snapshot_seq < txn:
+            yield _error("a transaction is known ahead of its entries", path, txn)
+        if not row.is_open and row.end_seq < meta.redo_seq and txn not in carried:
+            yield _error("a transaction has ended, and nothing needs it any more", path, txn)
+    for key, ids in table.unstamped.items():
+        page = _read(store, key)
+        if page is not None and ids_in(page) == ids:
+            continue
+        name = UNSTAMPED_PREFIX + key
+        if store.read_meta().get(name) == stored[name]:
+            yield _error(f"the page of {_shown(key)} has not the transactions that it is said to have", path)
+
+
+def _why_unknown(
+    store: PageStore, path: str, key: bytes, page: Page, known: TransactionTable
+) -> tuple[str, TransactionTable]:
+    """Whether the rows of transactions in a page are of known ones, and the newest table. What was read may
+    be old by now: then page and table are read again, as of one moment."""
+    why = _why_unknown_to(known, key, page)
+    while why:
+        stored = store.read_meta()
+        data = store.get(key)
+        if store.read_meta() == stored:
+            known = load_table(stored, path)
+            why = "" if data is None else _why_unknown_to(known, key, decode_page(data, key))
+            break
+    return why, known
+
+
+def _why_unknown_to(table: TransactionTable, key: bytes, page: Page) -> str:
+    ids = ids_in(page)
+    if not ids <= set(table.rows):
+        return "it has versions of a transaction that nobody knows"
+    if table.unstamped.get(key, frozenset()) != ids:
+        return "it is not known to have versions of transactions"
+    if ids and not all(txn < seq for txn, seq in unstamped_in(page)):
+        return "it has a version of a transaction that had not begun"
+    return ""
 
 
 def _why_out_of_order(meta: Meta, seq_durable: int) -> Iterator[str]:

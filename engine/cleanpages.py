@@ -14,13 +14,14 @@ from collections import deque
 from lowwater.engine.pages import Page
 from lowwater.engine.ranges import Layout
 
-# What a decoded row costs besides its bytes.
-ROW_OVERHEAD_BYTES = 150
+# What a page costs besides its bytes, and each of its rows, by its place among the keys and its tag.
+PAGE_OVERHEAD_BYTES = 600
+ROW_OVERHEAD_BYTES = 5
 STALE_MAX = 1000
 
 
 def page_bytes(page: Page) -> int:
-    return len(page) * ROW_OVERHEAD_BYTES + page.size_bytes
+    return page.size_bytes + len(page) * ROW_OVERHEAD_BYTES + PAGE_OVERHEAD_BYTES
 
 
 class CleanPages:
@@ -30,6 +31,7 @@ class CleanPages:
         self._lock = threading.Lock()
         self.bytes = 0
         self.bytes_max = 0
+        self.evictions = 0
 
     def add(self, layout: Layout, index: int, page: Page) -> None:
         """Keep a page that was read from the store."""
@@ -81,6 +83,7 @@ class CleanPages:
                 self._queue.append((layout, index))
             else:
                 layout.pages[index] = None
+                self.evictions += 1
                 self.bytes -= layout.sizes[index]
                 layout.sizes[index] = 0
 

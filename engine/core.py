@@ -16,19 +16,28 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, Creation
+from lowwater.engine.chain import Chain, Creation, checkpoint_entry
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
-from lowwater.engine.entries import Entry
+from lowwater.engine.checkpointer import Checkpointer
+from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
+from lowwater.engine.content import list_boundaries
+from lowwater.engine.entries import Control, Entry
 from lowwater.engine.flush import Flusher
+from lowwater.engine.keeping import Keeping
 from lowwater.engine.log import Log, Seams, Start
+from lowwater.engine.measure import Measured, Recovering, watch
+from lowwater.engine.moments import require_seq
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.pieces import Piece
+from lowwater.engine.pieces import Piece, frames_of, places_of
+from lowwater.engine.reader import place_of
 from lowwater.engine.records import Marks
 from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
 from lowwater.engine.state import State
 from lowwater.engine.tickets import again
+from lowwater.engine.transaction_table import load_table
+from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.values import ValueReader, segments_of
 from lowwater.errors import (
     Busy,
@@ -38,21 +47,31 @@ from lowwater.errors import (
     InternalError,
     LogPoisoned,
     LowwaterError,
+    NotFound,
+    ReopenError,
+    TimedOut,
 )
 
 # After how many new changes the background looks whether there is something to flush.
 LOOK_AFTER_BYTES = 2**20
 # Where writers have to help, in shares of the pool.
 DIRTY_MAX = 0.9
+# How often the length of the log is looked at, where checkpoint entries go by it.
+LOOK_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How this process works. Nothing here changes a byte that is shared."""
+    """How this process works. Nothing here changes a byte that is shared, but by the entries that it asks
+    for: those of `versions`."""
 
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
+    versions: VersionPolicy = KEEP_AS_IT_IS
+    # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
+    checkpoint_entry_interval_s: float | None = None
+    checkpoint_entry_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 2**20 <= self.pool_bytes_max <= 2**44:
@@ -70,47 +89,86 @@ class Core:
         *,
         seams: Seams,
         options: EngineOptions,
+        checkpoints: Checkpoints,
         progress: Progress | None = None,
     ) -> None:
+        checkpoints.require_of(log.chain.cluster_id, log.seq_durable)
         self.options = options
+        self._checkpoints = checkpoints
         self._log = log
         self._wal = log.wal
         self._store = store
         self._seams = seams
         self._salt = meta.salt
         self._page_keys = meta.page_keys
-        self._values = ValueReader(segments_of(log, seams.files))
+        self._values = ValueReader(segments_of(log, seams.files), log.directory)
         self._state = state = State(
             store,
             Boundaries(meta.salt, meta.page_keys),
             inline_bytes_max=meta.inline_bytes_max,
             place_reader=self._values.read,
             pool_bytes_max=options.pool_bytes_max,
+            now_s=seams.clock.monotonic,
         )
+        self.measured = Measured()
         self._failure: LowwaterError | None = None
-        self._closed = False
+        self._closing = self._closed = False
+        # Who waits for a seq sleeps on this. Writers look at the number without the lock: who comes later
+        # sees what they have applied.
+        self._applied_more = threading.Condition(state.lock)
+        self._waiting_readers = 0
         self._stepping = threading.Lock()
         self._looked_at_bytes = 0
-        self._flusher = Flusher(state, identity=identity_of(meta), make_durable=self._make_durable)
+        state.transactions = load_table(store.read_meta(), store.path)
+        self._flusher = Flusher(
+            state, identity=identity_of(meta), make_durable=self._make_durable, measured=self.measured
+        )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
+        state.keeping.from_meta(meta.keeping)
+        state.changed_seq = meta.changed_seq
+        state.sessions.load(store.read_meta())
         state.low_water_mark = meta.low_water_mark
         state.versions_seq = meta.applied
+        state.checkpoint_seq = state.idle_seq = meta.checkpoint_seq
+        # What is here, or has something newer here, nobody waits for.
+        state.is_checkpoint_here = lambda seq: checkpoints.seq_newest >= seq
+        for due in meta.checkpoints_due:
+            if not state.is_checkpoint_here(due.seq):
+                state.add_due(due)
         state.decide_keeping()
         state.locate = self._locate
         state.load_buckets()
         state.applied = meta.redo_seq - 1
         self._flusher.flushed_redo_seq = meta.redo_seq
-        self.redone = redo(
-            state,
-            frames_from(log, seams.files, meta.redo_seq),
-            make_room=self._make_room_in_redo,
-            progress=progress,
-            seq_last=log.seq_durable,
-        )
+        self._metrics = watch(self)
+        try:
+            self.redone = self._redo(meta.redo_seq, progress)
+        except BaseException:
+            log.registry.unregister(self._metrics)
+            raise
         state.applied = max(state.applied, log.seq_durable)
-        self._checkpoint_at_s = self._now_s()
+        self._checkpointer = Checkpointer(
+            state,
+            checkpoints,
+            flush_to=self._flush_to,
+            begins_list=lambda: list_boundaries(self._salt, self._page_keys).is_boundary,
+            cluster_id=lambda: self._wal.chain.cluster_id,
+        )
+        self._checkpointing = threading.Lock()
+        # Of what was ordered automatically: when, and how long the log was then.
+        self._entry_at_s = self._now_s()
+        self._entry_at_bytes = self._log_bytes()
+        self._flushed_at_s = self._now_s()
         self._task = seams.runner.start("engine-flusher", self._flush_step)
+        self._checkpoint_task = seams.runner.start("engine-checkpoint", self._checkpoint_step)
+
+    def _redo(self, redo_seq: int, progress: Progress | None) -> int:
+        recovering = Recovering(self, redo_seq, progress)
+        frames = frames_from(self._log, self._seams.files, redo_seq)
+        count = redo(self._state, frames, make_room=self._make_room_in_redo, applied=recovering.applied)
+        recovering.done()
+        return count
 
     # ------------------------------------------------------------------ the background
 
@@ -122,8 +180,8 @@ class Core:
             return None
         interval_s = self.options.checkpoint_interval_s
         try:
-            if interval_s is not None and self._now_s() - self._checkpoint_at_s >= interval_s:
-                self._checkpoint_at_s = self._now_s()
+            if interval_s is not None and self._now_s() - self._flushed_at_s >= interval_s:
+                self._flushed_at_s = self._now_s()
                 self._flusher.want(self._state.applied)
             if self._step() == 0:
                 return 0
@@ -133,6 +191,114 @@ class Core:
         self._looked_at_bytes = self._state.dirty_bytes + LOOK_AFTER_BYTES
         return interval_s
 
+    def _flush_to(self, seq: int) -> bool:
+        """A step towards having everything up to `seq` in pages. False when it is there."""
+        if self._flusher.is_flushed(seq):
+            return False
+        self._flusher.want(seq)
+        self._step()
+        return True
+
+    def _checkpoint_step(self) -> float | None:
+        if self._failure is not None:
+            return None
+        try:
+            if self._make_checkpoints():
+                return 0
+            return self._order_in_time()
+        except Exception as error:  # noqa: BLE001 — of flushing: what checkpoints run into does not come here
+            self._fail(error)
+            return None
+
+    def _make_checkpoints(self) -> bool:
+        """One step, by the background or by whoever waits for it. False where nothing is left to do."""
+        with self._checkpointing:
+            return self._checkpointer.step()
+
+    def _make_checkpoints_below(self, count: int) -> None:
+        """Return once fewer than so many are due: what each needs takes room, and none is left out."""
+        while len(self._state.checkpoints_due) >= count:
+            self._require_writable()
+            if self._checkpointer.is_closed:
+                raise Closed("the database is being closed", path=self._log.directory)
+            self._help_checkpoint()
+
+    def _help_checkpoint(self) -> None:
+        try:
+            self._make_checkpoints()
+        except Exception as failure:  # noqa: BLE001 — as in the background
+            self._fail(failure)
+            self._require_writable()
+
+    def _order_in_time(self) -> float | None:
+        """Have a checkpoint entry ordered where it is time. How long until it may be."""
+        options = self.options
+        interval_s, size_max = options.checkpoint_entry_interval_s, options.checkpoint_entry_bytes
+        if interval_s is None and size_max is None:
+            return None
+        now_s, size = self._now_s(), self._log_bytes()
+        wait_s = LOOK_AFTER_S if interval_s is None else self._entry_at_s + interval_s - now_s
+        is_full = size_max is not None and size - self._entry_at_bytes >= size_max
+        if wait_s > 0 and not is_full:
+            return wait_s if size_max is None else min(wait_s, LOOK_AFTER_S)
+        self._entry_at_s, self._entry_at_bytes = now_s, size
+        if self._has_news:
+            self._want_checkpoint_entry()
+        return 0 if self._state.checkpoints_due else LOOK_AFTER_S
+
+    def _log_bytes(self) -> int:
+        with self._wal.lock:
+            return self._wal.store.bytes_total
+
+    def _want_checkpoint_entry(self) -> None:
+        """Order a checkpoint entry, or ask for one."""
+        raise NotImplementedError
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether anything has happened since the last checkpoint entry."""
+        return self._state.applied != self._state.idle_seq
+
+    def _next_checkpoint_entry(self) -> Control:
+        """The entry that would be taken now. It is a full one where the last one's blocks are not here."""
+        state = self._state
+        with state.lock:
+            seq = state.checkpoint_seq
+            return checkpoint_entry(seq, full=bool(seq) and not self._comes(seq))
+
+    def _comes(self, seq: int) -> bool:
+        """With the lock: whether the checkpoint of `seq` is here, or due with all that it needs."""
+        if self._checkpoints.of(seq) is not None:
+            return True
+        due = next((each for each in self._state.checkpoints_due if each.seq == seq), None)
+        return due is not None and (not due.base_seq or self._comes(due.base_seq))
+
+    def wait_for_checkpoint(self, seq: int) -> str:
+        """Return the id of the checkpoint that the entry `seq` asked for, once it is durable here. Raises
+        what was in its way."""
+        require_seq(seq)
+        self._require_open()
+        while True:
+            # First: it ends being due when the others say how it ended.
+            is_due = any(due.seq == seq for due in self._state.checkpoints_due)
+            found = self._checkpoints.of(seq)
+            if found is not None:
+                return found.id
+            error = self._checkpointer.failures.get(seq)
+            if error is not None:
+                raise again(error)
+            if not is_due:
+                raise NotFound(f"there is no checkpoint of {seq}, and none is being made", seq=seq)
+            self._require_writable()
+            if self._checkpointer.is_closed:
+                raise Closed("the database is being closed", path=self._log.directory)
+            self._help_checkpoint()
+
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """The checkpoints that are durable here, the newest first."""
+        self._require_open()
+        return self._checkpoints.complete
+
     def _fail(self, cause: BaseException) -> None:
         failure = cause if isinstance(cause, LowwaterError) else None
         if failure is None:
@@ -141,6 +307,7 @@ class Core:
         with self._state.lock:
             if self._failure is None:
                 self._failure = failure
+            self._applied_more.notify_all()
 
     def _make_durable(self, seq: int) -> None:
         if self._wal.durable_seq < seq:
@@ -182,19 +349,15 @@ class Core:
     def _apply_placed(self, pieces: Sequence[Piece], chain_before: Chain) -> None:
         """With the lock: what the log has taken goes into the state, with the place of each frame, and as it
         was queued: the writer may have raised a time."""
-        segment_first = chain_before.seq_first
-        for piece in pieces:
-            if piece.starts_segment is not None:
-                segment_first = piece.seq_first
-            for position in piece.positions:
-                at = position - piece.offset
-                seq, length, _ = format.FRAME.unpack_from(piece.data, at)
-                start = at + format.FRAME_BYTES
-                self._state.apply(seq, piece.data[start : start + length], segment_first, position)
+        places = places_of(pieces, chain_before)
+        for frame, (segment_first, position) in zip(frames_of(pieces), places, strict=True):
+            seq = format.FRAME.unpack_from(frame)[0]
+            self._state.apply(seq, frame[format.FRAME_BYTES :], segment_first, position)
 
     def _fail_unapplied(self, error: BaseException) -> None:
         """Entries are in the log, and what memory has of them is not known."""
-        self._fail(InternalError(f"an entry could not be applied: {error}"))
+        kind = LogPoisoned if isinstance(error, ReopenError) else InternalError
+        self._fail(kind(f"an entry could not be applied: {error}", path=self._log.directory))
 
     # ------------------------------------------------------------------ what is possible now
 
@@ -214,12 +377,39 @@ class Core:
             if self._wal.durable_seq < seq:
                 raise again(self._failure or self._wal.failure or Closed("the log is closed"))
 
-    def _wake_flusher(self) -> None:
-        """After changes: have the background look at them, from time to time."""
+    def _wait_applied(self, seq: int, wait_s: float) -> None:
+        """With the state's lock, which is free meanwhile: return once `seq` is applied."""
         state = self._state
-        if state.dirty_bytes > self._looked_at_bytes:
+        deadline_s = self._now_s() + wait_s
+        left_s = wait_s
+        self._waiting_readers += 1
+        try:
+            while state.applied < seq:
+                self._require_writable()
+                if self._closing:
+                    raise Closed("the database was closed while a read waited", path=self._log.directory)
+                if left_s <= 0 or not self._applied_more.wait(left_s):
+                    raise TimedOut(
+                        f"seq {seq} was not applied within {wait_s:g} s",
+                        seq=seq,
+                        hint=f"the last one is {state.applied}: wait for longer, or read at that",
+                    )
+                left_s = deadline_s - self._now_s()
+        finally:
+            self._waiting_readers -= 1
+
+    def _wake_flusher(self) -> None:
+        """After changes: tell those who wait for them, and have the background look at them, from time to
+        time."""
+        state = self._state
+        if self._waiting_readers:
+            with state.lock:
+                self._applied_more.notify_all()
+        if state.dirty_bytes > self._looked_at_bytes or self._flusher.sweep_is_due:
             self._looked_at_bytes = state.dirty_bytes + LOOK_AFTER_BYTES
             self._task.wake()
+        if state.checkpoints_due:
+            self._checkpoint_task.wake()
 
     # ------------------------------------------------------------------ the log, and where things stand
 
@@ -241,15 +431,19 @@ class Core:
         lwm = max(min(self._state.low_water_mark, durable), purged)
         return Marks(max(applied, self._log.seq_last), applied, durable, lwm, purged, purged)
 
-    def checkpoint(self) -> int:
+    def flush(self) -> int:
         """Bring all changes so far into pages, and return the seq up to which they are there. Opening
         again then begins after it."""
         with self._state.lock:
             self._require_writable()
             seq = self._state.applied
             self._flusher.want(seq)
+        began_s = self._now_s()
         while not self._flusher.is_flushed(seq):
             self._help()
+        self.measured.checkpoint_duration.observe(self._now_s() - began_s)
+        if self._flusher.sweeps:
+            self._task.wake()
         return seq
 
     @property
@@ -280,11 +474,9 @@ class Core:
 
     def _locate(self, seq: int) -> tuple[int, int]:
         """Where the frame with this seq lies: its segment's first seq, and its offset."""
-        for run in frames_from(self._log, self._seams.files, seq):
-            if run:
-                if run[0].seq == seq:
-                    return run[0].segment_first, run[0].offset
-                break
+        found = place_of(self._wal, seq)
+        if found is not None:
+            return found
         raise Corrupt(f"the log does not hold seq {seq}, which has a value", seq=seq)
 
     def close(self) -> None:
@@ -292,13 +484,21 @@ class Core:
         with self._state.lock:
             if self._closed:
                 return
+            self._closing = True
+            self._applied_more.notify_all()
+        self._checkpoint_task.stop()
         self._task.stop()
+        with self._checkpointing:
+            self._checkpointer.close()
         try:
             if self._failure is None and self._wal.failure is None:
+                self._state.keeps_clean = False
+                self._state.limit_clean()
                 self._flusher.flush_all()
         finally:
             with self._state.lock:
                 self._closed = True
+            self.registry.unregister(self._metrics)
             try:
                 self._log.close()
             finally:
@@ -315,7 +515,7 @@ class Core:
 def meta_of(log: Log, store: PageStore) -> Meta | None:
     """What the pages say of themselves, by the table of `replay.py`, or the log's first entry. None where
     there are no pages and the log is empty."""
-    meta = read_meta(store.read_meta(), log.directory)
+    meta = read_meta(store.read_meta(), store.path)
     if meta is None:
         if log.chain.is_empty:
             return None
@@ -357,6 +557,10 @@ def new_meta(creation: Creation) -> Meta:
         horizon=None,
         snapshots={},
         low_water_mark=0,
+        keeping=Keeping().to_meta(),
+        changed_seq=0,
+        checkpoint_seq=0,
+        checkpoints_due=[],
     )
 
 

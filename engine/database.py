@@ -5,30 +5,41 @@ Always true:
     lock, so both have one order; it returns once the frame is durable;
   - an answer (a value, an absence, a refusal) that rests on an entry which is not durable yet waits for it;
   - what a write depends on is decided before its frame exists: a refusal raises and leaves nothing behind;
+  - a transaction that is open in the log belongs to this process: opening ends those that a crash has left;
   - after a failure in the log or the page store writes are refused, and reads go on with what is durable.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from datetime import timedelta
 from typing import Any
 
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
 from lowwater.engine.chain import Chain
+from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import EngineOptions, meta_of
+from lowwater.engine.decide import decide as decide_request
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
+from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
 from lowwater.engine.log import Log, Seams
+from lowwater.engine.moments import duration_us
 from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
+from lowwater.engine.pieces import frames_of, places_of
 from lowwater.engine.reading import Reading
+from lowwater.engine.records import Unread, put_record
 from lowwater.engine.replay import Meta, Progress
 from lowwater.engine.requests import request_hash
+from lowwater.engine.session import TTL_S_DEFAULT, Session, write_request
+from lowwater.engine.spill import abort_losers
 from lowwater.engine.transactions import Isolation, Transaction
+from lowwater.engine.upkeep import Upkeep
 from lowwater.errors import (
     AlreadyExists,
     ConditionFailed,
@@ -38,6 +49,7 @@ from lowwater.errors import (
     NotFound,
     VersionGone,
 )
+from lowwater.logging import get_logger
 
 _new = tuple.__new__
 _pack_fixed = format.FIXED.pack
@@ -56,19 +68,33 @@ class Database(Reading):
         *,
         seams: Seams,
         options: EngineOptions,
+        checkpoints: Checkpoints,
         progress: Progress | None = None,
     ) -> None:
-        super().__init__(log, store, meta, seams=seams, options=options, progress=progress)
+        self._one_checkpoint = threading.Lock()
+        super().__init__(
+            log, store, meta, seams=seams, options=options, checkpoints=checkpoints, progress=progress
+        )
         self._locks = LockManager(seams.clock)
         self._transactions = itertools.count(1)
+        try:
+            self.aborted = abort_losers(self)
+        except BaseException:
+            self._task.stop()
+            raise
+        self._upkeep = Upkeep(
+            self._state, log, options.versions, order=self._order, now_us=seams.clock.now_us
+        )
+        self._upkeep_task = seams.runner.start("engine-upkeep", self._upkeep_step)
 
     # ------------------------------------------------------------------ writing
 
     def _commit(
         self, encode: Callable[[Chain, int], list[bytes]], keys: Sequence[bytes], timeout_s: float | None
     ) -> Any:
-        """With the lock: order entries and apply them. `encode` gets the chain and the time. The caller
-        waits for the ticket without the lock."""
+        """With the lock: order entries and apply them. `encode` gets the chain and the time. `keys` are those
+        of puts without metadata, where all entries are such. The caller waits for the ticket without the
+        lock."""
         clock = self._seams.clock
         payloads: list[bytes] = []
         chain_before: Chain = self._wal.chain
@@ -84,12 +110,16 @@ class Database(Reading):
         state = self._state
         try:
             seq_last = ticket.seq_last
-            # A payload of this size has a value that is not large, whatever its names.
-            plain_bytes_max = state.inline_bytes_max + format.FIXED_BYTES + 2
-            if keys and max(map(len, payloads)) <= plain_bytes_max:
-                seqs = range(seq_last - len(payloads) + 1, seq_last + 1)
-                records = list(zip(seqs, payloads, repeat(0), repeat(0), strict=False))
-                state.apply_plain(keys, records, seq_last)
+            if keys:
+                records = frames_of(pieces)
+                if max(map(len, records)) > (small_bytes := state.small_record_bytes):
+                    records = [
+                        put_record(frame, small_bytes, segment_first, position)
+                        for frame, (segment_first, position) in zip(
+                            records, places_of(pieces, chain_before), strict=True
+                        )
+                    ]
+                state.apply_puts(keys, records, seq_last)
             else:
                 self._apply_placed(pieces, chain_before)
         except BaseException as error:
@@ -104,6 +134,21 @@ class Database(Reading):
         timeout_s: float | None,
         decide: Callable[[], None] | None = None,
     ) -> int:
+        ticket = self._queue(encode, keys, timeout_s, decide)
+        try:
+            return int(self._wal.wait(ticket))
+        except LowwaterError as error:
+            self._fail(error)
+            raise
+
+    def _queue(
+        self,
+        encode: Callable[[Chain, int], list[bytes]],
+        keys: Sequence[bytes],
+        timeout_s: float | None,
+        decide: Callable[[], None] | None = None,
+    ) -> Any:
+        """The same without waiting: a ticket."""
         state = self._state
         self._wait_for_room(timeout_s)
         with state.lock:
@@ -112,11 +157,7 @@ class Database(Reading):
                 decide()
             ticket = self._commit(encode, keys, timeout_s)
         self._wake_flusher()
-        try:
-            return int(self._wal.wait(ticket))
-        except LowwaterError as error:
-            self._fail(error)
-            raise
+        return ticket
 
     def create_bucket(self, bucket: str) -> int:
         """Make a bucket. Raises AlreadyExists where there is one."""
@@ -139,6 +180,8 @@ class Database(Reading):
             for found in self._state.scan(bucket, prefix, after_prefix(prefix)):
                 self._await(found.seq)
                 raise NotEmpty(f"the bucket {bucket!r} holds {found.key!r} and perhaps more")
+            if self._state.is_held(prefix, after_prefix(prefix)):
+                raise NotEmpty(f"a transaction that is open has written to the bucket {bucket!r}")
 
         return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
 
@@ -162,7 +205,10 @@ class Database(Reading):
         encoded = self._prefix(bucket) + format.encode_name(key, "key", KEY_BYTES_MAX)
         entry = Put(bucket, key, value, metadata)
         return self._write(
-            lambda _, time_us: [entry.encode(time_us)], (encoded,), timeout_s, self._bucket_check(bucket)
+            lambda _, time_us: [entry.encode(time_us)],
+            () if metadata else (encoded,),
+            timeout_s,
+            self._bucket_check(bucket),
         )
 
     def put_many(
@@ -171,34 +217,29 @@ class Database(Reading):
         """Store many values with one sync, and return the last one's seq. Each is a put of its own: after
         a crash some may be there and others not, in their order."""
         prefix = self._prefix(bucket)
-        name = prefix[1:]
-        name_bytes = len(name)
-        keys: list[bytes] = []
-        rests: list[tuple[int, bytes]] = []
+        bucket_name = prefix[1:]
         try:
-            for key, value in items:
-                key_bytes = format.encode_name(key, "key", KEY_BYTES_MAX)
-                encoded = prefix + key_bytes
-                if type(value) is not bytes:
-                    value = _as_bytes(value)
-                keys.append(encoded)
-                rests.append((len(key_bytes), name + key_bytes + value))
+            pairs = list(items)
+            texts, given = zip(*pairs, strict=True) if pairs else ((), ())
         except (TypeError, ValueError) as error:
             raise InputError(f"these are no items: {error}", hint="give pairs of key and value") from error
-        if not keys:
+        if not pairs:
             raise InputError("there is nothing to put", hint="give at least one key and value")
-        put = Kind.PUT
+        names = _encode_keys(texts)
+        sizes = list(map(len, names))
+        values = given if set(map(type, given)) == {bytes} else list(map(_as_bytes, given))
 
         def encode(_: Chain, time_us: int) -> list[bytes]:
-            heads: dict[int, bytes] = {}
-            payloads = []
-            for key_bytes, rest in rests:
-                head = heads.get(key_bytes)
-                if head is None:
-                    head = heads[key_bytes] = _pack_fixed(put, 0, name_bytes, key_bytes, 0, time_us, 0)
-                payloads.append(head + rest)
-            return payloads
+            heads = {
+                size: _pack_fixed(Kind.PUT, 0, len(bucket_name), size, 0, time_us, 0) + bucket_name
+                for size in set(sizes)
+            }
+            return [
+                head + name + value
+                for head, name, value in zip(map(heads.__getitem__, sizes), names, values, strict=True)
+            ]
 
+        keys = [prefix + name for name in names]
         return self._write(encode, keys, timeout_s, self._bucket_check(bucket))
 
     def _put_if(
@@ -217,7 +258,7 @@ class Database(Reading):
 
         def decide() -> None:
             self._bucket_check(bucket)()
-            found, _ = self._newest(bucket, key)
+            found, _ = self._newest(bucket, key, Unread)
             seq = 0 if found is None else found.seq
             if seq != if_seq:
                 raise ConditionFailed(
@@ -235,12 +276,11 @@ class Database(Reading):
 
         def decide() -> None:
             self._bucket_check(bucket)()
-            found, _ = self._newest(bucket, key)
+            found, _ = self._newest(bucket, key, Unread)
             if found is None:
                 raise NotFound(f"there is no {key!r} in the bucket {bucket!r}")
 
-        encoded = self._prefix(bucket) + format.encode_name(key, "key", KEY_BYTES_MAX)
-        return self._write(lambda _, time_us: [entry.encode(time_us)], (encoded,), timeout_s, decide)
+        return self._write(lambda _, time_us: [entry.encode(time_us)], (), timeout_s, decide)
 
     def copy(
         self, bucket: str, key: str, to_bucket: str, to_key: str, *, timeout_s: float | None = None
@@ -248,15 +288,15 @@ class Database(Reading):
         """Store what a key has under another one too. A large value is not written again."""
         format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
         format.encode_name(key, "key", KEY_BYTES_MAX)
-        extras = Extras(request_hash=request_hash(Copy(bucket, key, to_bucket, to_key)))
         name = format.encode_name(to_bucket, "bucket", BUCKET_BYTES_MAX)
         to_name = format.encode_name(to_key, "key", KEY_BYTES_MAX)
+        extras = Extras(request_hash=request_hash(Copy(bucket, key, to_bucket, to_key)))
         payload_of: Callable[[int], bytes]
 
         def decide() -> None:
             nonlocal payload_of
             self._bucket_check(to_bucket)()
-            found, _ = self._newest(bucket, key)
+            found, _ = self._newest(bucket, key, Unread)
             if found is None:
                 raise NotFound(f"there is no {key!r} in the bucket {bucket!r}")
             metadata, value, value_ref = self._copied(bucket, key)
@@ -285,6 +325,8 @@ class Database(Reading):
             if not isinstance(entry, Put | Delete):
                 raise InputError(f"{entry!r:.80} cannot be in a group", hint="give Put and Delete")
             entry.encode(0)  # what is wrong with one is told before any is ordered
+        if decide is not None and not callable(decide):
+            raise InputError(f"decide is {decide!r:.80}", hint="give a function without arguments")
 
         def check() -> None:
             for bucket in {entry.bucket for entry in entries}:
@@ -311,9 +353,11 @@ class Database(Reading):
         if isolation not in ("snapshot", "serializable"):
             raise InputError(f"the isolation is {isolation!r:.80}", hint="give snapshot or serializable")
         self._require_open()
-        return Transaction(
+        transaction = Transaction(
             self, started=next(self._transactions), isolation=isolation, lock_timeout_s=lock_timeout_s
         )
+        self.measured.transactions_begun += 1
+        return transaction
 
     def _commit_transaction(self, entries: Sequence[Put | Delete], decide: Callable[[], None]) -> int | None:
         if entries:
@@ -330,18 +374,26 @@ class Database(Reading):
 
     # ------------------------------------------------------------------ which versions are kept
 
-    def snapshot(self, name: str) -> int:
-        """Keep what can be read now under a name, until `drop_snapshot`. Returns its seq."""
+    def snapshot(self, name: str, ttl: float | timedelta | None = None) -> int:
+        """Keep what can be read now under a name, until `drop_snapshot`, or for `ttl` (seconds, or a
+        timedelta). Returns its seq."""
         format.encode_name(name, "snapshot", 255)
+        ttl_us = None if ttl is None else duration_us(ttl, "time to live")
 
         def decide() -> None:
             if name in self._state.snapshots:
                 raise AlreadyExists(f"there is a snapshot {name!r} already", hint="choose another name")
 
         def encode(chain: Chain, time_us: int) -> list[bytes]:
-            return [Control(Kind.PIN, {"name": name, "seq": chain.seq_last}).encode(time_us)]
+            body: dict[str, Any] = {"name": name, "seq": chain.seq_last}
+            if ttl_us is not None:
+                body["expires_us"] = time_us + ttl_us
+            return [Control(Kind.PIN, body).encode(time_us)]
 
-        return self._write(encode, (), None, decide) - 1
+        seq = self._write(encode, (), None, decide) - 1
+        if ttl is not None:
+            self._upkeep_task.wake()
+        return seq
 
     def drop_snapshot(self, name: str) -> int:
         format.encode_name(name, "snapshot", 255)
@@ -374,9 +426,99 @@ class Database(Reading):
             lambda _, time_us: [Control(Kind.HORIZON, {"seq": seq}).encode(time_us)], (), None, decide
         )
 
+    def limit_versions(self, per_key: int | None) -> int:
+        """Keep so many versions of each key at most, of those that the horizon keeps; None for all. Snapshots
+        keep what they show. What a read cannot know for that raises VersionGone. Once a limit was raised or
+        lifted, only snapshots can be read of the time before."""
+        if per_key is not None and (
+            not isinstance(per_key, int) or isinstance(per_key, bool) or not 1 <= per_key <= PER_KEY_MAX
+        ):
+            raise InputError(f"the limit is {per_key!r:.80}", hint="give a number from 1 up, or None")
+        entry = Control(Kind.HORIZON, {"per_key_max": per_key})
+        return self._write(lambda _, time_us: [entry.encode(time_us)], (), None)
+
+    # ------------------------------------------------------------------ sessions
+
+    def session(self, session_id: int | None = None, *, ttl: float | timedelta = TTL_S_DEFAULT) -> Session:
+        """Open a session, whose requests happen once, however often they are made; or go on with one that
+        was opened before. It ends when it was not used for `ttl` (seconds, or a timedelta)."""
+        self._require_open()
+        if session_id is None:
+            entry = Control(Kind.SESSION_OPEN, {"ttl_us": duration_us(ttl, "time to live")})
+            session_id = write_request(self, entry, None, "session")
+            self._upkeep_task.wake()
+        elif not isinstance(session_id, int) or isinstance(session_id, bool):
+            raise InputError(f"{session_id!r:.80} is no session", hint="give the id of one, or None")
+        return Session(self, session_id)
+
+    # ------------------------------------------------------------------ what time brings
+
+    def _order(self, entry: Control) -> None:
+        """Write an entry that the engine itself wants, if it has an effect."""
+
+        def decide() -> None:
+            if decide_request(self._state, self._wal.chain, [entry], group=False) is not None:
+                raise _NotWantedError
+
+        try:
+            self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
+        except _NotWantedError:
+            pass  # somebody was faster
+
+    def _upkeep_step(self) -> float | None:
+        if self._failure is not None:
+            return None
+        try:
+            return self._upkeep.step()
+        except LowwaterError as error:
+            _logger.warning(
+                "versions and sessions are not looked after any more", path=self.directory, error=str(error)
+            )
+            return None
+
+    def begin_upkeep(self) -> None:
+        """Before anything else is written."""
+        self._upkeep.begin()
+
+    def close(self) -> None:
+        """Bring everything into pages and let the directory go."""
+        self._upkeep_task.stop()
+        super().close()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def checkpoint(self) -> str:
+        """Have a checkpoint made of what is there now, and return its id once all of it is durable here.
+        Where nothing has happened since the last one, that is the one."""
+        with self._one_checkpoint:
+            self._require_writable()
+            with self._state.lock:
+                seq = self._state.checkpoint_seq
+                is_enough = not self._has_news and self._comes(seq)
+            if not is_enough:
+                seq = self._order_checkpoint()
+            return self.wait_for_checkpoint(seq)
+
+    def _order_checkpoint(self) -> int:
+        return self._write(lambda _, time_us: [self._next_checkpoint_entry().encode(time_us)], (), None)
+
+    def _want_checkpoint_entry(self) -> None:
+        if self._one_checkpoint.acquire(blocking=False):
+            try:
+                self._order_checkpoint()
+            finally:
+                self._one_checkpoint.release()
+
     def aio(self) -> AsyncDatabase:
         """The same calls for coroutines."""
         return AsyncDatabase(self)
+
+
+class _NotWantedError(Exception):
+    """An entry that the engine itself wants would have no effect."""
+
+
+_logger = get_logger("lowwater.engine")
 
 
 def open_database(
@@ -385,11 +527,27 @@ def open_database(
     *,
     seams: Seams,
     options: EngineOptions,
+    checkpoints: Checkpoints,
     progress: Progress | None = None,
 ) -> Database:
     meta = meta_of(log, store)
     assert meta is not None, "a database's log has its first entry from the beginning"
-    return Database(log, store, meta, seams=seams, options=options, progress=progress)
+    return Database(
+        log, store, meta, seams=seams, options=options, checkpoints=checkpoints, progress=progress
+    )
+
+
+def _encode_keys(texts: Sequence[Any]) -> list[bytes]:
+    """`format.encode_name` of many keys."""
+    if set(map(type, texts)) == {str}:
+        try:
+            names = [text.encode() for text in texts]
+        except UnicodeEncodeError:
+            pass  # told below
+        else:
+            if all(names) and max(map(len, names)) <= KEY_BYTES_MAX:
+                return names
+    return [format.encode_name(text, "key", KEY_BYTES_MAX) for text in texts]
 
 
 def _encode_put(
@@ -399,7 +557,7 @@ def _encode_put(
         Kind.PUT,
         format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX),
         format.encode_name(key, "key", KEY_BYTES_MAX),
-        format.encode_metadata(dict(metadata)) if metadata else b"",
+        format.encode_metadata(metadata),
         _as_bytes(value),
         time_us=time_us,
         extras=extras,

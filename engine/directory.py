@@ -4,6 +4,7 @@
     sealing-<first>-<last>.log        a complete segment, synced, whose footer is being built
     segment-<first>-<last>.log        a sealed segment: immutable
     spare.log                         zeros for the next current.log; worthless after a crash
+    owner                             who orders the entries of the log
     hint                              a position that is known to be durable; may be old, may be missing
     lock                              held by the process that writes here; holds its pid
 
@@ -42,6 +43,8 @@ SPARE = "spare.log"
 HINT = "hint"
 HINT_TEMPORARY = "hint.tmp"
 LOCK = "lock"
+OWNER = "owner"
+OWNER_TEMPORARY = "owner.tmp"
 
 _NUMBERED = re.compile(r"(segment|sealing)-(\d{20})-(\d{20})\.log")
 
@@ -90,9 +93,9 @@ def read_names(files: Files, directory: str) -> DirectoryNames:
             numbered.append((int(match[2]), int(match[3]), match[1] == "segment", name))
         elif name == CURRENT:
             has_current = True
-        elif name in (SPARE, HINT_TEMPORARY):
+        elif name in (SPARE, HINT_TEMPORARY, OWNER_TEMPORARY):
             leftovers.append(name)
-        elif name not in (HINT, LOCK):
+        elif name not in (HINT, LOCK, OWNER):
             strangers.append(name)
     return DirectoryNames(sorted(numbered), has_current, leftovers, strangers)
 

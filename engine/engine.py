@@ -13,6 +13,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,12 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings, seal_entry
+from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import EngineOptions, identity_of, meta_of, new_meta
 from lowwater.engine.decide import Refusal, decide
-from lowwater.engine.entries import Copy, Write, decode_payload
+from lowwater.engine.due import DUE_MAX
+from lowwater.engine.entries import Control, Copy, Write, decode_payload
+from lowwater.engine.format import Kind
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import configured, open_parts
 from lowwater.engine.orchestrator import Orchestrator, Outcome
@@ -40,14 +44,19 @@ from lowwater.engine.requests import (
     group_of,
     is_same_request,
     members_of,
+    session_of,
+    txn_of,
 )
 from lowwater.engine.seams import Task
+from lowwater.engine.sessions import RequestId
+from lowwater.engine.upkeep import Upkeep
 from lowwater.errors import (
     InputError,
     InvalidEntry,
     LogDivergence,
     LowwaterError,
     NewerVersion,
+    TimedOut,
 )
 from lowwater.logging import get_logger
 
@@ -83,8 +92,10 @@ class Engine(Reading):
         settings = configured(data, config)
         wanted = log_options or settings.log_options
         self._orchestrator = orchestrator
+        self._checkpoint_came = threading.Condition()
         self._age_max_s = wanted.segment_age_max_s
         self._age_task: Task | None = None
+        self._upkeep_task: Task | None = None
 
         def begin(log: Log, pages: PageStore, found: Seams) -> None:
             self._held = HeldFrames(log)
@@ -95,6 +106,7 @@ class Engine(Reading):
                 meta_of(log, pages) or _NOTHING,
                 seams=found,
                 options=options or settings.options,
+                checkpoints=Checkpoints(found.files, settings.path, owned=True),
                 progress=progress,
             )
 
@@ -108,6 +120,7 @@ class Engine(Reading):
             log_directory=settings.log_directory,
             create=None,
             registry=registry,
+            owner="fed",
         )
         if orchestrator is None:
             return
@@ -116,6 +129,8 @@ class Engine(Reading):
         except BaseException:
             self.close()
             raise
+        self._upkeep = Upkeep(self._state, self._log, self.options.versions, order=self._propose, now_us=None)
+        self._upkeep_task = self._seams.runner.start("engine-upkeep", self._upkeep_step)
         if self._age_max_s is not None:
             self._age_task = self._seams.runner.start("engine-age", self._age_step)
             self._age_task.wake()
@@ -135,14 +150,35 @@ class Engine(Reading):
                 f"{seq!r:.80} is no seq for this entry", hint="give a whole number from 1 to 2^64-1"
             )
         group_seq_last = seq if isinstance(entry, Write) else None
+        asks_for_checkpoint = isinstance(entry, Control) and entry.kind == Kind.CHECKPOINT
         self._wait_for_room(None)
+        if asks_for_checkpoint:
+            self._make_checkpoints_below(DUE_MAX)
         with self._state.lock:
             self._require_writable()
             if seq - len(members) < self._state.applied:
                 return self._apply_again(seq, members, group_seq_last)
             refusal = self._apply(seq, members, group_seq_last)
         self._wake_flusher()
+        if self._upkeep_task is not None and isinstance(members[0], Control):
+            self._upkeep_task.wake()
+        if refusal is Refusal.REPEATED:
+            return self._first_outcome(seq, session_of(members))
+        if asks_for_checkpoint:
+            with self._checkpoint_came:
+                self._checkpoint_came.notify_all()
         return Outcome(seq, refusal)
+
+    def _first_outcome(self, seq: int, request: RequestId | None) -> Outcome:
+        """What became of a request that was repeated at `seq`, when it came first. Nothing is known of it
+        where the session is gone, or has acknowledged it."""
+        assert request is not None
+        with self._state.lock:
+            session = self._state.sessions.sessions.get(request.session)
+            first = None if session is None else session.result(request.number)
+        if first is None:
+            return Outcome(seq, Refusal.REPEATED)
+        return Outcome(first.seq, Refusal(first.code) if first.code else None)
 
     def _apply(self, seq: int, members: Sequence[Single], group_seq_last: int | None) -> Refusal | None:
         """With the lock: decide, log and apply."""
@@ -153,8 +189,16 @@ class Engine(Reading):
                 hint="deliver a log from its beginning, into a directory of its own",
             )
         # Before it is decided, and for refusals too: what can be taken must not depend on the state.
+        row = state.transactions.open.get(txn_of(members[0]))
+        before = 0 if row is None else row.seq_last
         payloads = [
-            encode_outcome(member, member.time_us, group_seq_last=group_seq_last, copied=_NOT_LOOKED_UP)
+            encode_outcome(
+                member,
+                member.time_us,
+                group_seq_last=group_seq_last,
+                copied=_NOT_LOOKED_UP,
+                txn_seq_before=before,
+            )
             for member in members
         ]
         refusal = decide(state, chain, members, group=group_seq_last is not None)
@@ -165,9 +209,10 @@ class Engine(Reading):
                     member.time_us,
                     group_seq_last=group_seq_last,
                     refused=refusal,
-                    copied=self._copied(member.bucket, member.key)
+                    copied=self._copied(member.bucket, member.key, row)
                     if refusal is None and isinstance(member, Copy)
                     else None,
+                    txn_seq_before=before,
                 )
         seqs = range(seq - len(members) + 1, seq + 1)
         pieces = self._wal.enqueue(lambda _: (seqs, payloads))
@@ -209,7 +254,10 @@ class Engine(Reading):
             if not is_same_request(member, member_seq, held, group_seq_last):
                 raise self._diverged(member_seq, "it is another entry here")
         assert held is not None
-        return Outcome(seq, _refusal_of(seq, held))
+        refusal = _refusal_of(seq, held)
+        if refusal is Refusal.REPEATED:
+            return self._first_outcome(seq, session_of(members))
+        return Outcome(seq, refusal)
 
     def _diverged(self, seq: int, why: str) -> LogDivergence:
         """The error, after which nothing is written any more."""
@@ -243,9 +291,39 @@ class Engine(Reading):
         """Every entry up to here is in the object store: none, without one."""
         return self.marks().hwm
 
-    def create_checkpoint(self) -> int:
-        """`checkpoint`, as the engine's interface names it."""
-        return self.checkpoint()
+    def create_checkpoint(self, timeout_s: float | None = None) -> str:
+        """Have the orchestrator order a checkpoint entry, and return the id of the checkpoint once it is
+        durable here. The entry may still come after TimedOut. Whoever orders entries without being told
+        delivers `checkpoint_entry(...)` itself, and calls `wait_for_checkpoint(seq)`."""
+        if self._orchestrator is None:
+            raise InputError(
+                "nobody was named who orders entries",
+                hint="give an orchestrator, or deliver a checkpoint entry and call wait_for_checkpoint",
+            )
+        state = self._state
+        seq_before = state.checkpoint_seq
+        deadline_s = None if timeout_s is None else self._now_s() + timeout_s
+        while True:
+            self._want_checkpoint_entry()
+            wait_s = PROPOSE_AGAIN_S if deadline_s is None else deadline_s - self._now_s()
+            with self._checkpoint_came:
+                if self._checkpoint_came.wait_for(
+                    lambda: state.checkpoint_seq > seq_before or self._closed or self._failure is not None,
+                    max(0.0, min(wait_s, PROPOSE_AGAIN_S)),
+                ):
+                    break
+            if deadline_s is not None and self._now_s() >= deadline_s:
+                raise TimedOut("the checkpoint entry was proposed, and has not come", path=self.directory)
+        self._require_writable()
+        return self.wait_for_checkpoint(state.checkpoint_seq)
+
+    def _want_checkpoint_entry(self) -> None:
+        if self._orchestrator is None:
+            return
+        try:
+            self._orchestrator.propose(self._next_checkpoint_entry())
+        except Exception as error:  # noqa: BLE001 — best effort, whatever somebody else's code raises
+            _logger.warning("the orchestrator took no checkpoint", path=self.directory, error=str(error))
 
     # ------------------------------------------------------------------ what the engine asks for
 
@@ -258,20 +336,46 @@ class Engine(Reading):
             return wait_s
         seq_first = self._wal.chain.seq_first
         if seq_first and self._failure is None:
-            try:
-                self._orchestrator.propose(seal_entry(seq_first))
-            except Exception as error:  # noqa: BLE001 — best effort, whatever somebody else's code raises
-                _logger.warning("the orchestrator took no seal", path=self.directory, error=str(error))
+            self._propose(seal_entry(seq_first))
         return age_max_s
+
+    def _upkeep_step(self) -> float | None:
+        if self._failure is not None:
+            return None
+        if self._wal.chain.is_empty:
+            return None  # there is nothing to look after yet
+        try:
+            return self._upkeep.step()
+        except LowwaterError as error:
+            _logger.warning(
+                "versions and sessions are not looked after any more", path=self.directory, error=str(error)
+            )
+            return None
+
+    def _propose(self, entry: Control) -> None:
+        assert self._orchestrator is not None
+        try:
+            self._orchestrator.propose(entry)
+        except Exception as error:  # noqa: BLE001 — best effort, whatever somebody else's code raises
+            kind = entry.kind.name.lower()
+            _logger.warning(
+                "the orchestrator took no entry", kind=kind, path=self.directory, error=str(error)
+            )
 
     def close(self) -> None:
         """Bring everything into pages and let the directory go."""
-        if self._age_task is not None:
-            self._age_task.stop()
+        for task in (self._age_task, self._upkeep_task):
+            if task is not None:
+                task.stop()
         super().close()
+        with self._checkpoint_came:
+            self._checkpoint_came.notify_all()
 
 
-_logger = get_logger("lowwater.engine")
+_logger = get_logger("engine")
+
+# How long a proposal may take before it is repeated.
+PROPOSE_AGAIN_S = 1.0
 
 _NOT_LOOKED_UP: Copied = (b"", b"", None)
 

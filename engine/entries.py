@@ -14,6 +14,7 @@ import cbor2
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Flag, Kind, ValueRef
+from lowwater.engine.sessions import RequestId
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
 
 _FRAME_FIXED_BYTES = format.FRAME_FIXED_BYTES
@@ -152,7 +153,7 @@ def encode_put(
     key_bytes = format.encode_name(key, "key", KEY_BYTES_MAX)
     if type(value) is not bytes:
         value = as_bytes(value)
-    metadata_bytes = format.encode_metadata(dict(metadata)) if metadata else b""
+    metadata_bytes = format.encode_metadata(metadata)
     return format.encode_payload(
         Kind.PUT, bucket_bytes, key_bytes, metadata_bytes, value, time_us=time_us, origin=origin
     )
@@ -214,6 +215,10 @@ _VALUELESS_KINDS = _BUCKET_KINDS | {Kind.DELETE}
 # Of all of these: `time_us` is the proposer's clock, for an engine that is fed (`lowwater.Engine`). Databases
 # and logs order entries themselves, and give them their own time. Conditions are for such an engine as well:
 # `if_seq` is the seq that the newest version must have (0: there must be none), `if_absent` means `if_seq=0`.
+# `txn` is the seq of the `Begin` of the transaction that an entry belongs to. Conditions are then about what
+# the transaction sees, where its own versions have the seqs of their entries.
+# So is `session`, by which a request that comes again is recognised: (session, number), or a `RequestId`.
+RequestOf = RequestId | tuple[int, int] | tuple[int, int, int | None]
 
 
 class Put(NamedTuple):
@@ -227,10 +232,16 @@ class Put(NamedTuple):
     if_absent: bool = False
     if_seq: int | None = None
     time_us: int = 0
+    txn: int = 0
+    session: RequestOf | None = None
 
     def encode(self, time_us: int) -> bytes:
         if self.if_absent or self.if_seq is not None:
             raise _conditional()
+        if self.session is not None:
+            raise _sessionful()
+        if self.txn:
+            raise _transactional()
         return encode_put(
             self.bucket, self.key, self.value, metadata=self.metadata, time_us=time_us, origin=self.origin
         )
@@ -244,10 +255,16 @@ class Delete(NamedTuple):
     origin: int = 0
     if_seq: int | None = None
     time_us: int = 0
+    txn: int = 0
+    session: RequestOf | None = None
 
     def encode(self, time_us: int) -> bytes:
         if self.if_seq is not None:
             raise _conditional()
+        if self.session is not None:
+            raise _sessionful()
+        if self.txn:
+            raise _transactional()
         bucket = format.encode_name(self.bucket, "bucket", BUCKET_BYTES_MAX)
         key = format.encode_name(self.key, "key", KEY_BYTES_MAX)
         return format.encode_payload(Kind.DELETE, bucket, key, b"", b"", time_us=time_us, origin=self.origin)
@@ -264,6 +281,8 @@ class Copy(NamedTuple):
     if_absent: bool = False
     if_seq: int | None = None
     time_us: int = 0
+    txn: int = 0
+    session: RequestOf | None = None
 
 
 class Write(NamedTuple):
@@ -271,14 +290,53 @@ class Write(NamedTuple):
     The n members have the n seqs that end at the one that the engine is given."""
 
     entries: Sequence[Put | Delete | Copy]
+    session: RequestOf | None = None
+
+
+class Begin(NamedTuple):
+    """Begin a transaction, whose name is the seq of this entry. It reads as of `snapshot_seq`, which has to
+    be kept, or as of the entry before this one."""
+
+    snapshot_seq: int | None = None
+    origin: int = 0
+    time_us: int = 0
+    session: RequestOf | None = None
+
+
+class Commit(NamedTuple):
+    """Have all of a transaction take effect: its versions get the seq and the time of this entry. Refused,
+    and so an abort, where the transaction is doomed, or others have written since its snapshot what it has
+    read: `keys` are pairs of bucket and key, `ranges` are buckets with the first key and the one at which the
+    range ends, None for all from the first on."""
+
+    txn: int
+    keys: Sequence[tuple[str, str]] = ()
+    ranges: Sequence[tuple[str, str, str | None]] = ()
+    origin: int = 0
+    time_us: int = 0
+    session: RequestOf | None = None
+
+
+class Abort(NamedTuple):
+    """Undo a transaction; with `savepoint_seq` only what it has done after that entry of its own, or after
+    its `Begin`."""
+
+    txn: int
+    savepoint_seq: int | None = None
+    origin: int = 0
+    time_us: int = 0
+    session: RequestOf | None = None
 
 
 class CreateBucket(NamedTuple):
     bucket: str
     origin: int = 0
     time_us: int = 0
+    session: RequestOf | None = None
 
     def encode(self, time_us: int) -> bytes:
+        if self.session is not None:
+            raise _sessionful()
         return _encode_bucket_entry(Kind.CREATE_BUCKET, self.bucket, time_us, self.origin)
 
 
@@ -286,14 +344,30 @@ class DeleteBucket(NamedTuple):
     bucket: str
     origin: int = 0
     time_us: int = 0
+    session: RequestOf | None = None
 
     def encode(self, time_us: int) -> bytes:
+        if self.session is not None:
+            raise _sessionful()
         return _encode_bucket_entry(Kind.DELETE_BUCKET, self.bucket, time_us, self.origin)
+
+
+def _sessionful() -> InvalidEntry:
+    return InvalidEntry(
+        "nobody knows sessions here", hint="use session() of a database, or apply_log_entry() of an engine"
+    )
 
 
 def _conditional() -> InvalidEntry:
     return InvalidEntry(
         "nobody decides a condition here", hint="use put() of a database, or apply_log_entry() of an engine"
+    )
+
+
+def _transactional() -> InvalidEntry:
+    return InvalidEntry(
+        "nobody decides about a transaction here",
+        hint="use transaction() of a database, or apply_log_entry() of an engine",
     )
 
 
@@ -309,12 +383,19 @@ class Control(NamedTuple):
     body: Mapping[str, Any] | None = None
     origin: int = 0
     time_us: int = 0
+    session: RequestOf | None = None
 
-    def encode(self, time_us: int) -> bytes:
+    @property
+    def encoded_body(self) -> bytes:
         try:
-            value = b"" if not self.body else cbor2.dumps(dict(self.body), canonical=True)
+            return b"" if not self.body else cbor2.dumps(dict(self.body), canonical=True)
         except cbor2.CBOREncodeError as error:
             raise InvalidEntry(f"this body cannot be encoded: {error}") from error
+
+    def encode(self, time_us: int) -> bytes:
+        if self.session is not None:
+            raise _sessionful()
+        value = self.encoded_body
         return format.encode_payload(self.kind, b"", b"", b"", value, time_us=time_us, origin=self.origin)
 
 

@@ -6,39 +6,74 @@ Always true:
     which nothing has to be applied again;
   - readers find a changed key in `frozen` until the page that has it can be found, and a page in memory until
     the transaction that has it is durable;
+  - the transaction table goes to the store with every group, and with a page which transactions its rows
+    carry: a page that is written has no row of a transaction that had ended when the group was frozen;
   - one group is under way at a time.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import cbor2
 
+from lowwater.engine.due import as_stored
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge, page_key
-from lowwater.engine.ranges import Layout, Range
-from lowwater.engine.records import PageVersion, page_version
+from lowwater.engine.keeping import limited
+from lowwater.engine.measure import Measured
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge, merge_puts, page_key, stored_page
+from lowwater.engine.ranges import Layout, Range, Records
+from lowwater.engine.records import PageVersion, page_version, put_columns
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
+from lowwater.engine.transaction_table import (
+    TABLE_KEY,
+    UNSTAMPED_PREFIX,
+    View,
+    encode_ids,
+    encode_table,
+    ids_in,
+    settle_page,
+    settle_versions,
+)
+from lowwater.engine.trim import Trimmer
 
 BEFORE_COMMIT = Failpoint("pages.before_commit")
 AFTER_COMMIT = Failpoint("pages.after_commit")
 
+# What a group writes is in memory three times over: merged, encoded, and in the store's transaction. So it is
+# at most this, and no more than a share of the pool.
 GROUP_BYTES = 8 * 2**20
+GROUP_BYTES_MIN = 2 * 2**20
+GROUP_SHARE = 16
+# When transactions have written so much that ended since, their pages are stamped.
+SWEEP_ABOVE_BYTES = 4 * 2**20
 # What a range without pages is divided by: so many of its keys, into at most so many parts.
 SAMPLED_KEYS = 1024
 PARTS_MAX = 8
-# How many changed keys are merged before others may run.
+# How many changed keys are sorted, and merged, and sessions encoded, before others may run.
+SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
+SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
 META_KEY = b"state"
-META_VERSION = 1
+META_VERSION = 2
+# Memory goes back to the system after flushes that have freed so much, or an eighth of the pool.
+TRIM_AFTER_BYTES_MIN = 8 * 2**20
 # Of the pool, what changes may take before they are flushed; pages and objects have the rest.
 FLUSH_ABOVE = 0.6
+
+
+class Kept(NamedTuple):
+    """Which versions a flush leaves: those above the floor, so many of a key, and what somebody may read."""
+
+    floor: int
+    per_key_max: int | None
+    needed: list[int]
 
 
 class Flusher:
@@ -48,10 +83,13 @@ class Flusher:
         *,
         identity: dict[str, object],
         make_durable: Callable[[int], None],
+        measured: Measured,
     ) -> None:
         """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
         there."""
         self._state = state
+        self._measured = measured
+        self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 8))
         self.identity = identity
         self._make_durable = make_durable
         # Pages of ranges that were divided before there was anything in the store.
@@ -60,7 +98,14 @@ class Flusher:
         # Everything up to here is to be flushed, whatever memory there is.
         self._wanted_seq = 0
         self.flushed_redo_seq = 0
-        self.groups = 0
+        # Whether pages of transactions that have ended are looked for; `_ended` are those of the group under
+        # way.
+        self.sweeps = False
+        self._sweep_low = b""
+        self._view: View = {}
+        self._ended: set[bytes] = set()
+        self._has_table = bool(state.transactions.rows)
+        self.groups = self.pages_written = self.pages_deleted = 0
 
     # ------------------------------------------------------------------ when
 
@@ -68,9 +113,18 @@ class Flusher:
     def flush_above_bytes(self) -> int:
         return int(self._state.pool_bytes_max * FLUSH_ABOVE)
 
+    @property
+    def _group_bytes(self) -> int:
+        return min(GROUP_BYTES, max(GROUP_BYTES_MIN, self._state.pool_bytes_max // GROUP_SHARE))
+
     def want(self, seq: int) -> None:
         """Have everything up to `seq` in the pages soon."""
         self._wanted_seq = max(self._wanted_seq, seq)
+        self.sweeps = self.sweeps or bool(self._state.transactions.rows)
+
+    @property
+    def sweep_is_due(self) -> bool:
+        return self._state.transactions.ended_bytes >= SWEEP_ABOVE_BYTES
 
     def is_flushed(self, seq: int) -> bool:
         return self.flushed_redo_seq > seq
@@ -101,13 +155,34 @@ class Flusher:
             ranges = [each for each in state.map.ranges if each.dirty]
             if self._wanted_seq and self.flushed_redo_seq <= self._wanted_seq:
                 old = [each for each in ranges if each.rec_seq <= self._wanted_seq]
-                return _as_group(sorted(old, key=_rec_seq))
+                return _as_group(sorted(old, key=_rec_seq), self._group_bytes)
             crowded = [each for each in ranges if _is_crowded(each)]
             if crowded:
                 return crowded[:1]
             if state.dirty_bytes > self.flush_above_bytes:
-                return _as_group(sorted(ranges, key=_change_count, reverse=True))
+                return _as_group(sorted(ranges, key=_change_count, reverse=True), self._group_bytes)
+            if self.sweeps or self.sweep_is_due:
+                return self._choose_to_sweep()
         return None
+
+    def _choose_to_sweep(self) -> list[Range] | None:
+        """With the lock: the next ranges with versions of transactions that have ended."""
+        state = self._state
+        transactions = state.transactions
+        transactions.ended_bytes = 0
+        ended = transactions.ended(state.applied)
+        found: list[Range] = []
+        if ended:
+            for each in state.map.ranges:
+                if each.low >= self._sweep_low and (
+                    not ended.isdisjoint(each.txns) or any(transactions.carries(each.layout.keys, ended))
+                ):
+                    found.append(each)
+                    if len(found) * RANGE_PAGES * 8192 >= self._group_bytes:
+                        break
+        was_low, self._sweep_low = self._sweep_low, found[-1].low + b"\0" if found else b""
+        self.sweeps = bool(found or was_low)
+        return found or (self._choose_to_sweep() if was_low else None)
 
     # ------------------------------------------------------------------ one group
 
@@ -120,64 +195,138 @@ class Flusher:
 
     def _flush(self, group: list[Range]) -> Generator[None, None, None]:
         state = self._state
+        began_s = state.now_s()
         with state.lock:
             frozen_seq = state.applied
-            floor = state.floor_for(frozen_seq)
+            floor = min(state.floor_for(frozen_seq), state.transactions.floor_at(frozen_seq))
+            kept = Kept(floor, state.keeping.per_key_max, state.needed_seqs())
             for each in group:
                 each.freeze()
             meta = self._meta(frozen_seq)
-        self._make_durable(frozen_seq)
+            changed_sessions = state.sessions.freeze()
+            transactions = state.transactions
+            self._view = dict(transactions.rows)
+            ended = transactions.ended(frozen_seq)
+            self._ended = {key for each in group for key in transactions.carries(each.layout.keys, ended)}
+        stored_sessions, seq = yield from self._encode_sessions(changed_sessions)
+        self._make_durable(max(frozen_seq, seq))
         yield
         puts: list[tuple[bytes, bytes]] = []
         deletes: list[bytes] = []
         layouts: list[Layout] = []
         for each in group:
-            layout = yield from self._merge_range(each, frozen_seq, floor, puts, deletes)
+            layout = yield from self._merge_range(each, frozen_seq, kept, puts, deletes)
             layouts.append(layout)
+        marks = self._marks(puts, deletes, layouts)
         with state.lock:
             for each, layout in zip(group, layouts, strict=True):
                 before, each.layout = each.layout, layout
                 each.epoch += 1
                 state.clean.forget(before)
             redo_seq = self._redo_seq(group, frozen_seq)
+            changes = self._exchange_marks(marks, redo_seq)
         meta["redo_seq"] = redo_seq
         written = {key for key, _ in puts}
         puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
         self._unstored.clear()
         BEFORE_COMMIT()
-        state.store.write(sorted(puts), deletes, {META_KEY: cbor2.dumps(meta, canonical=True)})
+        write_began_s = state.now_s()
+        state.store.write(
+            sorted(puts), deletes, {META_KEY: cbor2.dumps(meta, canonical=True), **stored_sessions, **changes}
+        )
         AFTER_COMMIT()
         self.groups += 1
+        self.pages_written += len(puts)
+        self.pages_deleted += len(deletes)
+        self._measured.flush_write_duration.observe(state.now_s() - write_began_s)
+        # What changed in pages was in memory twice: LMDB has a copy until it commits.
+        freed_bytes = sum(len(data) for _, data in puts)
+        del puts
         yield
         for each, layout in zip(group, layouts, strict=True):
-            self._let_go(each, layout)
+            freed_bytes += self._let_go(each, layout)
             yield
+        self._trimmer.freed(freed_bytes)
         state.limit_clean()
         self.flushed_redo_seq = redo_seq
+        self._measured.flush_duration.observe(state.now_s() - began_s)
+        if state.transactions.rows:
+            with state.lock:
+                self._forget_transactions(redo_seq)
+
+    # ------------------------------------------------------------------ what pages carry of transactions
+
+    def _marks(
+        self, puts: list[tuple[bytes, bytes]], deletes: list[bytes], layouts: list[Layout]
+    ) -> dict[bytes, frozenset[int]]:
+        """The transactions whose ids the pages of the group carry."""
+        if not self._view:
+            return {}
+        marks: dict[bytes, frozenset[int]] = dict.fromkeys(deletes, frozenset())
+        written = {key for key, _ in puts}
+        for layout in layouts:
+            for key, page in zip(layout.keys, layout.pages, strict=True):
+                if key in written:
+                    assert page is not None, "a page that is written is in memory"
+                    marks[key] = ids_in(page)
+        return marks
+
+    def _exchange_marks(self, marks: dict[bytes, frozenset[int]], redo_seq: int) -> dict[bytes, bytes | None]:
+        """With the lock, in the moment in which the pages can be found: what changes in the store's meta."""
+        transactions = self._state.transactions
+        changes: dict[bytes, bytes | None] = {
+            UNSTAMPED_PREFIX + key: encode_ids(ids) if ids else None
+            for key, ids in marks.items()
+            if transactions.mark(key, ids)
+        }
+        if self._view or self._has_table:
+            table = encode_table(self._view, transactions.in_pages, redo_seq)
+            changes[TABLE_KEY] = table
+            self._has_table = table is not None
+        return changes
+
+    def _forget_transactions(self, redo_seq: int) -> None:
+        state = self._state
+        carried = state.transactions.in_pages
+        for each in state.map.ranges:
+            carried |= each.txns | each.frozen_txns
+        state.transactions.forget(carried, redo_seq)
+
+    def _encode_sessions(
+        self, session_ids: list[int]
+    ) -> Generator[None, None, tuple[dict[bytes, bytes | None], int]]:
+        """What the store is to have of the sessions that have changed, and the seq that this rests on. There
+        may be thousands of them, so others run in between, and some may be ahead of the pages."""
+        encoded: dict[bytes, bytes | None] = {}
+        seq = 0
+        for start in range(0, len(session_ids), SESSIONS_AT_ONCE):
+            with self._state.lock:
+                encoded |= self._state.sessions.encode(session_ids[start : start + SESSIONS_AT_ONCE])
+                seq = self._state.applied
+            yield
+        return encoded, seq
 
     def _merge_range(
         self,
         each: Range,
         frozen_seq: int,
-        floor: int,
+        kept: Kept,
         puts: list[tuple[bytes, bytes]],
         deletes: list[bytes],
     ) -> Generator[None, None, Layout]:
         """The layout of a range with what is frozen merged into its pages."""
         state = self._state
         before = each.layout
-        by_page: dict[int, list[bytes]] = {}
         assert each.frozen is not None
-        for number, key in enumerate(each.frozen):
-            by_page.setdefault(before.index(key), []).append(key)
-            if not number % 256:
-                yield
+        all_changed = yield from _sorted(each.frozen)
+        ends = [*(bisect_left(all_changed, key) for key in before.keys), len(all_changed)]
+        start = 0
         keys: list[bytes] = []
         pages: list[Page | None] = []
         # Below the first page there is none: it was empty once, or never was.
-        for index in range(-1, len(before.keys)):
-            changed = by_page.get(index)
-            if changed is None:
+        for index, end in enumerate(ends, -1):
+            changed, start = all_changed[start:end], end
+            if not changed and not (index >= 0 and before.keys[index] in self._ended):
                 if index >= 0:
                     keys.append(before.keys[index])
                     pages.append(before.pages[index])
@@ -187,40 +336,58 @@ class Flusher:
             if index >= 0:
                 low = before.keys[index]
                 page = before.pages[index] or state.fetch(before, index)
-            changed.sort()
-            merged = yield from self._merge_page(each, page, low, changed, frozen_seq, floor)
+            merged = yield from self._merge_page(each, page, low, changed, frozen_seq, kept)
             if page is not None and not (merged and merged[0][0] == low):
                 seq = max(frozen_seq, page.seq)
                 if self._joins(each, before, keys, pages, seq):
                     deletes.append(low)
+                    if keys:
+                        self._age(before, keys, pages, frozen_seq, puts)
                 else:
                     merged.insert(0, (low, _placeholder(low, seq)))
             for number, (key, result) in enumerate(merged):
+                data = encode_page(result, key)
                 keys.append(key)
-                pages.append(result)
-                puts.append((key, encode_page(result, key)))
-                if number % 8 == 7:
+                pages.append(stored_page(data))
+                puts.append((key, data))
+                if number % 4 == 3:
                     yield
             yield
         return Layout(keys, pages)
 
     def _merge_page(
-        self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, floor: int
+        self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, kept: Kept
     ) -> Generator[None, None, list[tuple[bytes, Page]]]:
         """What becomes of one page. Many changes go in by parts, in order: the last page that a part leaves
         is where the next part goes, still with the seq of the page that it was."""
         done: list[tuple[bytes, Page]] = []
+        if page is not None and self._view:
+            page = settle_page(page, self._view, frozen_seq)
         seq_held = 0 if page is None else page.seq
-        for start in range(0, len(changed), MERGED_AT_ONCE):
+        boundaries, inline_bytes_max = self._state.boundaries, self._state.inline_bytes_max
+        assert each.frozen is not None
+        by_column = not each.frozen_older and each.frozen_rec_seq > seq_held and frozen_seq <= kept.floor
+        for start in range(0, max(1, len(changed)), MERGED_AT_ONCE):
             part = changed[start : start + MERGED_AT_ONCE]
-            merged = merge(
-                page,
-                low,
-                list(self._versions(each, part)),
-                frozen_seq=frozen_seq,
-                floor=floor,
-                boundaries=self._state.boundaries,
-            )
+            if (
+                by_column
+                and part
+                and each.frozen_odd.isdisjoint(part)
+                and (page is None or page.has_mere_puts)
+            ):
+                columns = put_columns(part, [*map(each.frozen.__getitem__, part)], inline_bytes_max)
+                merged = merge_puts(page, low, part, columns, frozen_seq=frozen_seq, boundaries=boundaries)
+            else:
+                merged = merge(
+                    page,
+                    low,
+                    list(self._versions(each, part, frozen_seq)),
+                    frozen_seq=frozen_seq,
+                    floor=kept.floor,
+                    boundaries=boundaries,
+                )
+                if kept.per_key_max is not None:
+                    merged = [(key, limited(found, kept.per_key_max, kept.needed)) for key, found in merged]
             if start + len(part) == len(changed):
                 return done + merged
             if merged:
@@ -246,7 +413,28 @@ class Flusher:
             page = self._state.fetch(before, before.index(keys[-1]))
         return page.seq <= seq
 
-    def _versions(self, each: Range, keys: list[bytes]) -> Iterator[tuple[bytes, list[PageVersion]]]:
+    def _age(
+        self,
+        before: Layout,
+        keys: list[bytes],
+        pages: list[Page | None],
+        frozen_seq: int,
+        puts: list[tuple[bytes, bytes]],
+    ) -> None:
+        """The last page takes over the keys of one that has become empty: what was deleted there has changed
+        it too, and who looks for what has changed looks at seqs. It holds everything up to `frozen_seq`, as
+        all pages of a range that is flushed do."""
+        key = keys[-1]
+        page = pages[-1] or self._state.fetch(before, before.index(key))
+        if page.seq < frozen_seq:
+            page = Page(frozen_seq, page.keys, page.seqs, page.times, page.flags, page.metadata, page.values)
+            data = encode_page(page, key)
+            pages[-1] = stored_page(data)
+            puts.append((key, data))
+
+    def _versions(
+        self, each: Range, keys: list[bytes], frozen_seq: int
+    ) -> Iterator[tuple[bytes, list[PageVersion]]]:
         frozen, older = each.frozen, each.frozen_older
         assert frozen is not None
         inline = self._state.inline_bytes_max
@@ -254,16 +442,20 @@ class Flusher:
             versions = [page_version(frozen[key], inline)]
             if older and key in older:
                 versions += [page_version(record, inline) for record in reversed(older[key])]
+            if each.frozen_txns:
+                versions = settle_versions(versions, self._view, frozen_seq)
+                if not versions:
+                    continue
             yield key, versions
 
-    def _let_go(self, each: Range, layout: Layout) -> None:
-        """The pages are durable: changes leave memory, and so do pages that nobody reads."""
+    def _let_go(self, each: Range, layout: Layout) -> int:
+        """The pages are durable: changes leave memory, and so do pages that nobody reads. Returns how many
+        bytes the changes took."""
         state = self._state
         assert each.frozen is not None
-        freed = sum(len(record[1]) + RECORD_OVERHEAD_BYTES for record in each.frozen.values()) + sum(
-            len(record[1]) + RECORD_OVERHEAD_BYTES
-            for records in each.frozen_older.values()
-            for record in records
+        freed = sum(
+            sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records)
+            for records in (each.frozen.values(), *each.frozen_older.values())
         )
         with state.lock:
             each.thaw()
@@ -271,6 +463,7 @@ class Flusher:
             state.clean.adopt(layout)
             if len(layout.keys) > 2 * RANGE_PAGES:
                 self._divide(each)
+        return freed
 
     def _divide(self, each: Range) -> None:
         """With the lock: a range that has become large, at the keys of its pages."""
@@ -308,9 +501,12 @@ class Flusher:
             parts[bisect_right(lows, key) - 1].dirty[key] = record
         for key, records in each.older.items():
             parts[bisect_right(lows, key) - 1].older[key] = records
+        for key in each.odd:
+            parts[bisect_right(lows, key) - 1].odd.add(key)
         for part in parts:
             if part.dirty:
-                part.rec_seq = each.rec_seq
+                part.rec_seq, part.since_s = each.rec_seq, each.since_s
+                part.txns = set(each.txns)  # perhaps of another part: which is found out when it is flushed
         self._state.map.replace(each, parts)
 
     def _redo_seq(self, group: list[Range], frozen_seq: int) -> int:
@@ -328,7 +524,22 @@ class Flusher:
             "horizon": state.horizon,
             "low_water_mark": state.low_water_mark,
             "snapshots": dict(sorted(state.snapshots.items())),
+            "keeping": state.keeping.to_meta(),
+            "changed_seq": state.changed_seq,
+            "checkpoint_seq": state.checkpoint_seq,
+            "checkpoints_due": as_stored(state.checkpoints_due),
         }
+
+
+def _sorted(records: Records) -> Generator[None, None, list[bytes]]:
+    """The keys in order, sorted by runs, between which others may run."""
+    keys: list[bytes] = []
+    unsorted = iter(records)
+    while run := sorted(islice(unsorted, SORTED_AT_ONCE)):
+        keys += run
+        yield
+    keys.sort()
+    return keys
 
 
 def _placeholder(low: bytes, seq: int) -> Page:
@@ -336,14 +547,14 @@ def _placeholder(low: bytes, seq: int) -> Page:
     return Page(seq, [low], array("Q", [0]), array("Q", [0]), bytearray([TOMBSTONE]), [b""], [b""])
 
 
-def _as_group(ranges: list[Range]) -> list[Range]:
+def _as_group(ranges: list[Range], group_bytes: int) -> list[Range]:
     """As many of the ranges, from the first on, as make a transaction."""
     size = 0
     for count, each in enumerate(ranges, 1):
         # At most all pages of the range are written, and those that come; or a page for each change.
         pages = len(each.layout.keys) + len(each.dirty) // 64 + 1
         size += min(pages, len(each.dirty)) * 8192
-        if size >= GROUP_BYTES:
+        if size >= group_bytes:
             return ranges[:count]
     return ranges
 

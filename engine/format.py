@@ -12,7 +12,7 @@ Always true:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -73,6 +73,9 @@ class Kind(IntEnum):
     CHECKPOINT_SHIPPED = 43
     COMPACTED = 44
     RELEASED = 45
+    SESSION_OPEN = 80
+    SESSION_KEEP = 81
+    SESSION_CLOSE = 82
 
 
 # Names by code, for decoding without a dictionary look-up.
@@ -197,10 +200,12 @@ def encode_name(text: str, what: str, bytes_max: int, *, empty_allowed: bool = F
     return data
 
 
-def encode_metadata(metadata: dict[str, str] | None) -> bytes:
+def encode_metadata(metadata: Mapping[str, str] | None) -> bytes:
     """Canonical CBOR of a map from text to text; nothing at all for an empty one."""
     if not metadata:
         return b""
+    if not isinstance(metadata, Mapping):
+        raise InvalidEntry(f"metadata is a mapping, not {type(metadata).__name__}", hint="give a dict")
     for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise InvalidEntry(
@@ -350,6 +355,9 @@ def check_kind_and_flags(kind: int, flags: int) -> None:
 
 def encode_frames(seqs: Iterable[int], payloads: Sequence[bytes], sizes: Sequence[int]) -> bytes:
     """The frames of `payloads` one after the other; `sizes` are the lengths of the payloads."""
+    if len(payloads) == 1:
+        head = _pack_frame_head(next(iter(seqs)), sizes[0])
+        return head + _pack_u32(crc32(payloads[0], crc32(head))) + payloads[0]
     heads = list(map(_pack_frame_head, seqs, sizes))
     parts = [b""] * (3 * len(heads))
     parts[0::3] = heads

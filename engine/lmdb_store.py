@@ -21,6 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from lmdb.verify import VerifyError, verify
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.pagestore import check_write, write_failure
 from lowwater.engine.real import RealFiles
+from lowwater.engine.swap import DATA, LOCK, finish_swap
 from lowwater.errors import (
     Busy,
     Closed,
@@ -48,8 +50,6 @@ from lowwater.errors import (
 
 T = TypeVar("T")
 
-DATA = "data.mdb"
-LOCK = "lock.mdb"
 NEW = ".new"
 # Stands in the unnamed database, beside the names of the others.
 FORMAT_KEY = b"lowwater.pages"
@@ -64,6 +64,7 @@ GROWTH_BYTES_MIN = 64 * 2**20
 MAP_BYTES_MAX = 2**40
 # A run of keys takes well below a millisecond.
 RUN_KEYS = 1000
+RUN_ROWS = 64
 
 # Below that a disk counts as full.
 MARGIN_BYTES = 2**20
@@ -162,6 +163,8 @@ class LmdbPages:
         The map begins with room for `map_bytes`, or for what is there, and grows up to `map_bytes_max`."""
         path = os.path.abspath(path)
         with typed_errors(path, "open the page store"):
+            if not read_only:
+                finish_swap(RealFiles(), os.path.realpath(path))
             if not os.path.isdir(path) or (not read_only and not os.listdir(path)):
                 if read_only:
                     raise NotFound("there is no page store", path=path)
@@ -211,6 +214,19 @@ class LmdbPages:
         while keys := self._read(run):
             yield from keys
             last = keys[-1]
+
+    def rows(self) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Everything that is in the store: table, key and value, in order."""
+        for table, database in zip(NAMES, self._databases, strict=True):
+            last = b""
+            while found := self._read(partial(_run, database, last)):
+                yield from ((table, key, value) for key, value in found)
+                last = found[-1][0]
+
+    def copy_to(self, directory: str) -> None:
+        """All of it without free room, into an empty directory. It is not durable there yet."""
+        with _translated(directory, "copy the pages"):
+            self._read(lambda _: self._environment.copy(directory, compact=True))
 
     def read_meta(self) -> dict[bytes, bytes]:
         return self._read(lambda transaction: dict(transaction.cursor(self._meta)))
@@ -422,6 +438,14 @@ class LmdbPages:
             )
         if not self.read_only:
             self._fill_file()
+
+
+def _run(database: Any, after: bytes, transaction: lmdb.Transaction[bytes]) -> list[tuple[bytes, bytes]]:
+    cursor = transaction.cursor(database)
+    found = cursor.set_range(after) if after else cursor.first()
+    if found and cursor.key() == after:
+        found = cursor.next()
+    return list(islice(cursor.iternext(True, True), RUN_ROWS)) if found else []
 
 
 def _growth(now: int) -> int:

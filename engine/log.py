@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +21,7 @@ from lowwater.engine.check import Finding, check_directory_steps, require_log
 from lowwater.engine.entries import Entry, Writable, check_payload
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.moments import time_us_of
 from lowwater.engine.reader import ColdSource, entries_of, read_chunks, seq_before_time
 from lowwater.engine.real import RealClock, RealFiles, RealRandomness, ThreadRunner
 from lowwater.engine.ring import Chunk
@@ -35,13 +36,14 @@ from lowwater.errors import (
     OutOfOrderSeq,
     ReopenError,
     RepeatedSeq,
+    VersionGone,
 )
 from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
     from lowwater.config import Config, WalConfig
 
-_logger = get_logger("lowwater.log")
+_logger = get_logger("log")
 
 Ack = Literal["durable", "memory"]
 Start = Literal["earliest", "latest"] | int | datetime
@@ -309,11 +311,14 @@ class Log:
             self._explain(error, seqs, payloads)
             raise
 
-    async def append_payloads_async(
+    def append_payloads_async(
         self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, trusted: bool = False
-    ) -> int:
+    ) -> Coroutine[Any, Any, int]:
         """`append_payloads` for coroutines."""
         build = _given(payloads, seqs, trusted=trusted)
+        return self._wal.append_async(build) if seqs is None else self._append_given(build, payloads, seqs)
+
+    async def _append_given(self, build: Build, payloads: Sequence[bytes], seqs: Sequence[int]) -> int:
         try:
             return await self._wal.append_async(build)
         except OutOfOrderSeq as error:
@@ -404,17 +409,31 @@ class Log:
         if start == "latest":
             return self._wal.durable_seq
         if isinstance(start, datetime):
-            if start.tzinfo is None:
-                raise InputError(
-                    "this time has no time zone",
-                    hint="use datetime.now(timezone.utc) or .replace(tzinfo=...)",
-                )
-            return seq_before_time(self._wal, max(0, int(start.timestamp() * 1_000_000)), self._cold)
+            return seq_before_time(self._wal, time_us_of(start), self._cold)
         if isinstance(start, int) and not isinstance(start, bool) and 0 <= start <= format.SEQ_MAX:
             return max(start - 1, 0)
         raise InputError(
             f"cannot start at {start!r:.80}", hint='give "earliest", "latest", a seq, or a datetime'
         )
+
+    def seq_at_us(self, time_us: int) -> int:
+        """The last durable seq whose time is not after `time_us`. Raises VersionGone where there is none, or
+        it cannot be told because what is here begins later."""
+        seq = seq_before_time(self._wal, time_us + 1, self._cold) if time_us >= 0 else 0
+        if not seq or (
+            seq == self.seq_before_first and time_us < self._time_before_first() and not self._cold
+        ):
+            raise VersionGone(
+                "what is here begins after that time",
+                seq=seq + 1,
+                hint="give a later time; `lowwater log inspect` shows when the log begins",
+            )
+        return seq
+
+    def _time_before_first(self) -> int:
+        """The time of the last entry that is not here any more; 0 where none is missing."""
+        with self._wal.lock:
+            return self._wal.store.time_before_first
 
     def payload_at(self, seq: int) -> bytes | None:
         """The payload of the frame with this seq; None where it is a hole, or no longer here."""

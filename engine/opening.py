@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.database import Database, EngineOptions, open_database
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.ownership import Owner, claim, require_owner
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
+from lowwater.engine.upkeep import VersionPolicy
 from lowwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,6 +80,13 @@ def configured(
         EngineOptions(
             pool_bytes_max=loaded.engine.pool_bytes_max,
             checkpoint_interval_s=loaded.engine.checkpoint_interval_s,
+            versions=VersionPolicy(
+                age_max_s=loaded.versions.age_max_s,
+                seqs_max=loaded.versions.seqs_max,
+                per_key_max=loaded.versions.per_key_max,
+            ),
+            checkpoint_entry_interval_s=loaded.engine.checkpoint_entry_interval_s,
+            checkpoint_entry_bytes=loaded.engine.checkpoint_entry_bytes,
         ),
         os.fspath(loaded.wal.dir) if loaded.wal.dir is not None else None,
     )
@@ -97,9 +107,16 @@ def open_with(
     """The same with everything that a test, or a simulation, puts in its place."""
 
     def begin(log: Log, pages: PageStore, found: Seams) -> Database:
-        return open_database(log, pages, seams=found, options=options or EngineOptions(), progress=progress)
+        return open_database(
+            log,
+            pages,
+            seams=found,
+            options=options or EngineOptions(),
+            checkpoints=Checkpoints(found.files, path, owned=True),
+            progress=progress,
+        )
 
-    return open_parts(
+    database = open_parts(
         path,
         begin,
         log_options=log_options,
@@ -108,7 +125,14 @@ def open_with(
         log_directory=log_directory,
         create=create,
         registry=registry,
+        owner="embedded",
     )
+    try:
+        database.begin_upkeep()
+    except BaseException:
+        database.close()
+        raise
+    return database
 
 
 def open_parts(
@@ -121,17 +145,22 @@ def open_parts(
     log_directory: str | None,
     create: bool | None,
     registry: CollectorRegistry | None,
+    owner: Owner,
 ) -> T:
-    """Open the log and the pages, and give them to `begin`, whose they are unless it raises."""
+    """Open the log and the pages, and give them to `begin`, whose they are unless it raises. `owner` is who
+    orders the entries."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
+    log_directory = log_directory or f"{path}/{LOG_DIRECTORY}"
+    require_owner(seams.files, log_directory, owner)
     log = Log.open(
-        log_directory or f"{path}/{LOG_DIRECTORY}",
+        log_directory,
         options=log_options or LogOptions(),
         registry=registry,
         seams=seams,
         create=create,
     )
     try:
+        claim(seams.files, log_directory, owner)
         if store is None:
             store = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}")
         try:

@@ -49,8 +49,13 @@ class StorageEngine(Protocol):
         """Every entry up to here is in the object store."""
         ...
 
-    def create_checkpoint(self) -> int:
-        """Have everything that was applied in a checkpoint, from which opening begins. Returns its seq."""
+    def create_checkpoint(self) -> str:
+        """Have the orchestrator order a checkpoint entry, and return the checkpoint's id once it is durable
+        here. Raises InputError where no orchestrator was named."""
+        ...
+
+    def wait_for_checkpoint(self, seq: int) -> str:
+        """Return the id of the checkpoint that the applied entry `seq` asked for, once it is durable here."""
         ...
 
     def marks(self) -> Marks: ...

@@ -19,9 +19,11 @@ import struct
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, compress, pairwise
-from operator import ne, neg
-from typing import TYPE_CHECKING, Any
+from operator import methodcaller, ne, neg
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -43,7 +45,10 @@ PAGE_KEY_BYTES = 500
 TOMBSTONE = 1  # the key was deleted
 REFERENCE = 2  # the value is a reference of 64 bytes to where the bytes are
 BUCKET = 4  # the row is a bucket's own record
-FLAGS_KNOWN = TOMBSTONE | REFERENCE | BUCKET
+# The row is of a transaction of which the page does not say what became: its seq is that of its frame, and in
+# place of its time stands the transaction. `transaction_table.py` knows the rest.
+UNSTAMPED = 8
+FLAGS_KNOWN = TOMBSTONE | REFERENCE | BUCKET | UNSTAMPED
 
 # Two parts of one header: the checksum between them covers what is before and after it.
 RECOGNISED = struct.Struct("<8sHH")
@@ -60,8 +65,13 @@ _pack_covered = _COVERED.pack
 _unpack_covered = _COVERED.unpack_from
 _pack_u32 = format.U32.pack
 _unpack_u32 = format.U32.unpack_from
+_unpack_two = struct.Struct("<II").unpack_from
+_unpack_u64 = format.U64.unpack_from
+_digest = methodcaller("digest", 8)
 _LENGTHS = [bytes([length]) for length in range(256)]
 _FLAG_BYTES_KNOWN = bytes(range(FLAGS_KNOWN + 1))
+_PUT_BYTES = bytes((0, REFERENCE))
+_PLAIN_BYTES = bytes([0, BUCKET])
 _TOMBSTONE_BYTES = bytes(flags for flags in range(FLAGS_KNOWN + 1) if flags & TOMBSTONE)
 _HINT = "restore this node from the archive, or build it again from its whole log: pages are made from it"
 
@@ -71,6 +81,8 @@ Record = tuple[bytes, list[Version]]
 """An encoded key and its versions, newest first."""
 Row = tuple[int, int, int, bytes, bytes]
 """seq, time_us, flags, metadata, value"""
+PlainRows = tuple[list[str], list[bytes], "array[int]", "array[int]"]
+"""Names, values, seqs and times of rows, as columns."""
 
 
 # ---------------------------------------------------------------------------- keys
@@ -115,32 +127,47 @@ class Boundaries:
     """Which keys begin a page: about one of `page_keys`. The salt keeps others from choosing keys of which
     none does, and a page from growing without end."""
 
-    __slots__ = ("_key", "_threshold")
+    __slots__ = ("_hash", "_threshold")
 
     def __init__(self, salt: bytes, page_keys: int) -> None:
         assert page_keys > 0
-        self._key = blake3(salt).digest()
+        self._hash = partial(blake3, key=blake3(salt).digest())
         self._threshold = 2**64 // page_keys
 
     def is_boundary(self, encoded: bytes) -> bool:
-        digest = blake3(encoded[:PAGE_KEY_BYTES], key=self._key).digest(8)
+        digest = self._hash(encoded[:PAGE_KEY_BYTES]).digest(8)
         return int.from_bytes(digest, "little") < self._threshold
+
+    def cuts(self, keys: list[bytes]) -> list[bytes]:
+        """The page keys of those that begin a page."""
+        heads = keys
+        if keys and max(map(len, keys)) > PAGE_KEY_BYTES:
+            heads = [key[:PAGE_KEY_BYTES] for key in keys]
+        digests = map(_digest, map(self._hash, heads))
+        # The highest byte of a digest mostly says it.
+        top = self._threshold >> 56
+        return [
+            head
+            for head, digest in zip(heads, digests, strict=True)
+            if digest[7] <= top and int.from_bytes(digest, "little") < self._threshold
+        ]
 
 
 # ---------------------------------------------------------------------------- pages
 
 
 class Page:
-    """Rows as columns, one row a version. A page that was decoded slices its keys, metadata and values when
-    they are first asked for; `find` and `row` of a point read do without."""
+    """Rows as columns, one row a version. One that is stored, or was read from the store, is its bytes: its
+    columns are made each time that they are asked for, and `find` and `row` of a point read do without."""
 
     __slots__ = (
         "_data",
         "_key_ends",
-        "_plain",
+        "_mere_puts",
+        "_row_count",
         "_row_ends",
-        "_searched",
         "_sections",
+        "_tags",
         "flags",
         "keys",
         "metadata",
@@ -158,11 +185,12 @@ class Page:
     metadata: list[bytes]
     values: list[bytes]
     _data: bytes | None
-    _key_ends: array[int]
-    _plain: bool | None
+    _key_ends: array[int] | None
+    _mere_puts: bool | None
+    _row_count: int
     _row_ends: array[int] | None
-    _searched: bool
     _sections: tuple[int, int, int, int, int, int]
+    _tags: bytes | None
 
     def __init__(
         self,
@@ -182,27 +210,70 @@ class Page:
         self.metadata = metadata
         self.values = values
         self._data = None
-        self._searched = True
-        self._plain = None
+        self._mere_puts = None
 
     def __len__(self) -> int:
         """How many rows there are."""
-        return len(self.seqs)
+        return len(self.seqs) if self._data is None else self._row_count
 
     @property
-    def is_plain(self) -> bool:
-        """Whether each key has one version, without metadata and flags: a value and nothing else."""
-        plain = self._plain
-        if plain is None:
-            plain = self._plain = self._find_plain()
-        return plain
+    def has_mere_puts(self) -> bool:
+        """Whether each key has one version, which is a value, here or by reference, without metadata."""
+        mere_puts = self._mere_puts
+        if mere_puts is None:
+            mere_puts = self._mere_puts = self._find_mere_puts()
+        return mere_puts
 
-    def _find_plain(self) -> bool:
+    def _find_mere_puts(self) -> bool:
         if self._data is None:
             single = len(set(self.keys)) == len(self.keys) and not any(self.metadata)
         else:
             single = self._row_ends is None and self._sections[3] == self._sections[4]
-        return single and self.flags.count(0) == len(self.flags)
+        return single and not self.flags.translate(None, _PUT_BYTES)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all values are here, besides."""
+        return self.has_mere_puts and not any(self.flags)
+
+    def bounds(self, low: bytes, high: bytes | None) -> tuple[int, int]:
+        """The rows of the keys from `low` to below `high`: the first one, and the one after the last."""
+        if self._data is None:
+            keys = self.keys
+            return bisect_left(keys, low), len(keys) if high is None else bisect_left(keys, high)
+        return self._first_row(low), self._row_count if high is None else self._first_row(high)
+
+    def _first_row(self, key: bytes) -> int:
+        """Of a stored page, the first row of a key that is not below `key`."""
+        data = self._data
+        assert data is not None
+        ends = self._find_ends(data)
+        keys_at = self._sections[2]
+        # Most often the key is that of the page, or of one that follows.
+        if key <= data[keys_at : keys_at + ends[0]]:
+            return 0
+        low, high = 1, len(ends)
+        while low < high:
+            middle = (low + high) >> 1
+            if data[keys_at + ends[middle - 1] : keys_at + ends[middle]] < key:
+                low = middle + 1
+            else:
+                high = middle
+        return low if self._row_ends is None else self._row_ends[low - 1]
+
+    def only(self, keep: Sequence[bool]) -> Page:
+        """The page without the rows that are not to be kept."""
+        if all(keep):
+            return self
+        return Page(
+            self.seq,
+            list(compress(self.keys, keep)),
+            array("Q", compress(self.seqs, keep)),
+            array("Q", compress(self.times, keep)),
+            bytearray(compress(self.flags, keep)),
+            list(compress(self.metadata, keep)),
+            list(compress(self.values, keep)),
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -215,26 +286,95 @@ class Page:
 
     def find(self, key: bytes) -> int:
         """The row of the newest version of `key`, or -1."""
-        if self._searched:
+        data = self._data
+        if data is None:
             keys = self.keys
             index = bisect_left(keys, key)
             return index if index < len(keys) and keys[index] == key else -1
-        # One search costs less than slicing all keys; whoever searches again gets them sliced.
-        self._searched = True
+        tags = self._tags
+        if tags is None:
+            return self._find_first(key, data)
+        # A byte for each key, made of its hash, says which it may be.
+        ends = self._find_ends(data)
+        keys_at = self._sections[2]
+        tag = hash(key) & 255
+        index = tags.find(tag)
+        while index >= 0:
+            if data[keys_at + (ends[index - 1] if index else 0) : keys_at + ends[index]] == key:
+                return index if self._row_ends is None or not index else self._row_ends[index - 1]
+            index = tags.find(tag, index + 1)
+        return -1
+
+    def _find_first(self, key: bytes, data: bytes) -> int:
+        """`find` where it may be the only time."""
+        if self._key_ends is not None:
+            self._tags = bytes([hash(each) & 255 for each in self._distinct_keys(data)])
+            return self.find(key)
+        ends = self._find_ends(data)
+        _, _, keys_at, keys_end, _, _ = self._sections
+        at = data.find(key, keys_at, keys_end) if key else -1
+        while at >= 0:
+            start = at - keys_at
+            index = bisect_right(ends, start)
+            end = ends[index]
+            if start + len(key) == end and (ends[index - 1] if index else 0) == start:
+                return index if self._row_ends is None or not index else self._row_ends[index - 1]
+            # It is a part of this key, or goes on in the next one.
+            at = data.find(key, keys_at + end, keys_end)
+        return -1
+
+    def _distinct_keys(self, data: bytes) -> list[bytes]:
+        return _cut(data[self._sections[2] : self._sections[3]], self._find_ends(data))
+
+    def plain_rows(self, start: int, stop: int, skip: int) -> PlainRows:
+        """Some rows of a page that is plain. Their keys are of one bucket, and the first `skip` bytes of each
+        are left out."""
         data = self._data
-        assert data is not None
+        if data is None:
+            names = [key[skip:].decode() for key in self.keys[start:stop]]
+            return names, self.values[start:stop], self.seqs[start:stop], self.times[start:stop]
+        count = stop - start
+        if count <= 0:
+            return [], [], array("Q"), array("Q")
+        value_ends, _, keys_at, _, values_at, _ = self._sections
+        ends = self._find_ends(data)
+        first = ends[start - 1] if start else 0
+        # Cutting a text is faster than decoding each name, where a character is a byte. The length of the
+        # bucket's name, which stands before it, may be none.
+        blob = data[keys_at + first : keys_at + ends[stop - 1]]
+        if blob.isascii():
+            text = blob.decode()
+            stops = [end - first for end in ends[start:stop]]
+            starts = [skip, *map(skip.__add__, stops)]
+            names = [text[begin:end] for begin, end in zip(starts, stops, strict=False)]
+        else:
+            names = [key[skip:].decode() for key in self.keys[start:stop]]
+        bounds = _array("I", data, value_ends + 4 * start - 4, count + 1)
+        if not start:
+            bounds[0] = 0
+        blob = data[values_at : values_at + bounds[-1]]
+        values = [blob[begin:end] for begin, end in pairwise(bounds)]
+        if sum(map(len, values)) != bounds[-1] - bounds[0]:
+            raise Corrupt("the parts of a page do not follow each other", hint=_HINT)
+        times_at = HEADER_BYTES + 8 * self._row_count
+        return (
+            names,
+            values,
+            _array("Q", data, HEADER_BYTES + 8 * start, count),
+            _array("Q", data, times_at + 8 * start, count),
+        )
+
+    def _find_ends(self, data: bytes) -> array[int]:
+        """Where the keys of a stored page end, counted from the first."""
         ends = self._key_ends
-        start = self._sections[2]
-        low, high = 0, len(ends)
-        while low < high:
-            middle = (low + high) >> 1
-            if data[start + (ends[middle - 1] if middle else 0) : start + ends[middle]] < key:
-                low = middle + 1
-            else:
-                high = middle
-        if low == len(ends) or data[start + (ends[low - 1] if low else 0) : start + ends[low]] != key:
-            return -1
-        return low if self._row_ends is None or not low else self._row_ends[low - 1]
+        if ends is not None:
+            return ends
+        key_count = self._row_count if self._row_ends is None else len(self._row_ends)
+        ends = _array("I", data, HEADER_BYTES + 16 * self._row_count, key_count)
+        if ends[-1] != self._sections[3] - self._sections[2] or (found := ends.tolist()) != sorted(found):
+            raise Corrupt("the parts of a page do not follow each other", hint=_HINT)
+        self._key_ends = ends
+        return ends
 
     def versions(self, index: int) -> int:
         """How many versions of its key there are from the row `index` on."""
@@ -258,38 +398,49 @@ class Page:
             metadata, value = self.metadata[index], self.values[index]
         else:
             value_ends, metadata_ends, _, metadata_at, values_at, _ = self._sections
-            end = _unpack_u32(data, value_ends + 4 * index)[0]
-            start = _unpack_u32(data, value_ends + 4 * index - 4)[0] if index else 0
+            start, end = _unpack_two(data, value_ends + 4 * index - 4)
+            if not index:
+                start = 0
             value = data[values_at + start : values_at + end]
             metadata = b""
             if metadata_at != values_at:
-                end = _unpack_u32(data, metadata_ends + 4 * index)[0]
-                start = _unpack_u32(data, metadata_ends + 4 * index - 4)[0] if index else 0
+                start, end = _unpack_two(data, metadata_ends + 4 * index - 4)
+                if not index:
+                    start = 0
                 metadata = data[metadata_at + start : metadata_at + end]
+            count = self._row_count
+            seq, time_us = (
+                _unpack_u64(data, at := HEADER_BYTES + 8 * index)[0],
+                _unpack_u64(data, at + 8 * count)[0],
+            )
+            return seq, time_us, data[self._sections[2] - count + index], metadata, value
         return self.seqs[index], self.times[index], self.flags[index], metadata, value
 
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Called where a slot is empty: the columns of a decoded page that nobody has asked for."""
-            if name not in ("keys", "metadata", "values"):
+            """Called where a slot is empty: the column of a stored page, made each time it is asked for."""
+            data = self._data if name in _COLUMNS else None
+            if data is None:
                 raise AttributeError(name)
-            column = self._slice(name)
-            setattr(self, name, column)
-            return column
+            return self._column(name, data)
 
-    def _slice(self, name: str) -> list[bytes]:
-        data = self._data
-        assert data is not None
+    def _column(self, name: str, data: bytes) -> Any:
+        count = self._row_count
         value_ends, metadata_ends, keys_at, metadata_at, values_at, end = self._sections
+        if name == "seqs":
+            return _array("Q", data, HEADER_BYTES, count)
+        if name == "times":
+            return _array("Q", data, HEADER_BYTES + 8 * count, count)
+        if name == "flags":
+            return bytearray(data[keys_at - count : keys_at])
         if name == "values":
-            ends = _array("I", data, value_ends, len(self.seqs))
-            return _cut(data[values_at:end], ends)
+            return _cut(data[values_at:end], _array("I", data, value_ends, count))
         if name == "metadata":
             if metadata_at == values_at:
-                return [b""] * len(self.seqs)
-            return _cut(data[metadata_at:values_at], _array("I", data, metadata_ends, len(self.seqs)))
-        keys = _cut(data[keys_at:metadata_at], self._key_ends)
+                return [b""] * count
+            return _cut(data[metadata_at:values_at], _array("I", data, metadata_ends, count))
+        keys = self._distinct_keys(data)
         if self._row_ends is None:
             return keys
         return [
@@ -297,6 +448,9 @@ class Page:
             for key, start, stop in zip(keys, [0, *self._row_ends], self._row_ends, strict=False)
             for _ in range(start, stop)
         ]
+
+
+_COLUMNS = frozenset({"keys", "seqs", "times", "flags", "metadata", "values"})
 
 
 def _array(code: str, data: bytes, at: int, count: int) -> array[int]:
@@ -322,7 +476,7 @@ def encode_page(page: Page, key: bytes) -> bytes:
         len(page.seqs) == len(page.times) == len(page.flags) == len(metadata) == len(page.values) == row_count
     )
     row_ends = b""
-    if len(set(keys)) != row_count:
+    if not page._mere_puts and len(set(keys)) != row_count:
         ends = [*compress(range(1, row_count), map(ne, keys, keys[1:])), row_count]
         row_ends = array("I", ends).tobytes()
         keys = [keys[end - 1] for end in ends]
@@ -352,9 +506,12 @@ def decode_page(data: bytes, key: bytes) -> Page:
     """The page that lies under the page key `key`."""
     if data[: len(_RECOGNISED)] != _RECOGNISED or len(data) < HEADER_BYTES:
         _refuse(data)
-    checksum = crc32(memoryview(data)[_COVERED_AT:], crc32(_RECOGNISED, crc32(key)))
-    if checksum != _unpack_u32(data, _COVERED_AT - 4)[0]:
-        raise Corrupt("a page's checksum does not match, or it lies under another page's key", hint=_HINT)
+    _require_checksum(data, key)
+    return stored_page(data)
+
+
+def stored_page(data: bytes) -> Page:
+    """The page with these bytes, which `encode_page` has just made, or whose checksum was compared."""
     seq, key_count, row_count, key_bytes, metadata_bytes, value_bytes = _unpack_covered(data, _COVERED_AT)
     key_ends_at = HEADER_BYTES + 16 * row_count
     row_ends_at = key_ends_at + 4 * key_count
@@ -370,16 +527,14 @@ def decode_page(data: bytes, key: bytes) -> Page:
         raise Corrupt("a page has bytes set that must be zero", hint=_HINT)
     page = Page.__new__(Page)
     page.seq = seq
-    page.seqs = _array("Q", data, HEADER_BYTES, row_count)
-    page.times = _array("Q", data, HEADER_BYTES + 8 * row_count, row_count)
-    page.flags = bytearray(data[flags_at:keys_at])
-    if page.flags.translate(None, _FLAG_BYTES_KNOWN):
+    if data[flags_at:keys_at].translate(None, _FLAG_BYTES_KNOWN):
         raise NewerVersion("a page has row flags that are not known to this version")
     page._data = data
-    page._key_ends = _array("I", data, key_ends_at, key_count)
+    page._key_ends = None
+    page._tags = None
+    page._row_count = row_count
     page._row_ends = None
-    page._searched = False
-    page._plain = None
+    page._mere_puts = None
     page._sections = (
         value_ends_at,
         metadata_ends_at,
@@ -394,6 +549,46 @@ def decode_page(data: bytes, key: bytes) -> Page:
         if ends[-1] != row_count or ends != sorted(set(ends)):
             raise Corrupt("a page's rows do not follow each other", hint=_HINT)
     return page
+
+
+def stored_seq(data: bytes, key: bytes) -> int:
+    """The seq of the page that lies under the page key `key`, without decoding it."""
+    if data[: len(_RECOGNISED)] != _RECOGNISED or len(data) < HEADER_BYTES:
+        _refuse(data)
+    _require_checksum(data, key)
+    seq: int = _unpack_covered(data, _COVERED_AT)[0]
+    return seq
+
+
+def _require_checksum(data: bytes, key: bytes) -> None:
+    checksum = crc32(memoryview(data)[_COVERED_AT:], crc32(_RECOGNISED, crc32(key)))
+    if checksum != _unpack_u32(data, _COVERED_AT - 4)[0]:
+        raise Corrupt("a page's checksum does not match, or it lies under another page's key", hint=_HINT)
+
+
+class StoredColumns(NamedTuple):
+    """The columns of a page as they are stored."""
+
+    row_count: int
+    key_bytes: int
+    metadata_bytes: int
+    value_bytes: int
+    body: bytes
+
+
+def stored_columns(page: Page) -> tuple[bytes, StoredColumns] | None:
+    """The first key of a page, and its columns; None unless each of its keys has one version, none of them is
+    deleted, no value is a reference, and the page is as it was stored."""
+    data = page._data
+    if data is None or page._row_ends is not None:
+        return None
+    _, _, keys_at, metadata_at, values_at, end = page._sections
+    count = len(page)
+    if data[keys_at - count : keys_at].translate(None, _PLAIN_BYTES):
+        return None
+    first_key = data[keys_at : keys_at + page._find_ends(data)[0]]
+    sizes = count, metadata_at - keys_at, values_at - metadata_at, end - values_at
+    return first_key, StoredColumns(*sizes, data[HEADER_BYTES:])
 
 
 def _refuse(data: bytes) -> None:
@@ -506,6 +701,44 @@ def merge(
     return _split(merged, low, cuts)
 
 
+def merge_puts(
+    page: Page | None,
+    low: bytes,
+    keys: list[bytes],
+    columns: tuple[array[int], array[int], bytearray, list[bytes]],
+    *,
+    frozen_seq: int,
+    boundaries: Boundaries,
+) -> list[tuple[bytes, Page]]:
+    """`merge` for what most changes are: puts without metadata, as columns of seqs, times, flags and values.
+    All of them are newer than the page, which `has_mere_puts`, and nobody needs what they supersede."""
+    seqs, times, flags, values = columns
+    seq = frozen_seq
+    if page is None:
+        cuts = boundaries.cuts(keys)
+    else:
+        assert page.has_mere_puts
+        assert min(seqs) > page.seq, "a record is older than its page"
+        seq = max(seq, page.seq)
+        row_count = len(page)
+        rows = dict(zip(page.keys, range(row_count), strict=True))
+        cuts = boundaries.cuts([key for key in keys if key not in rows])
+        rows.update(zip(keys, range(row_count, row_count + len(keys)), strict=True))
+        keys = sorted(rows)
+        order = list(map(rows.__getitem__, keys))
+        values = list(map((page.values + values).__getitem__, order))
+        seqs = array("Q", [*map((page.seqs + seqs).__getitem__, order)])
+        times = array("Q", [*map((page.times + times).__getitem__, order)])
+        if any(flags) or any(page.flags):
+            flags = bytearray(map((page.flags + flags).__getitem__, order))
+        else:
+            flags = bytearray(len(keys))
+    assert keys[0] >= low, "a key below its page"
+    merged = Page(seq, keys, seqs, times, flags, [b""] * len(keys), values)
+    merged._mere_puts = True
+    return _split(merged, low, cuts)
+
+
 def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:
     """What a page does not hold of some versions of a key, without what the floor takes of them."""
     newer: list[Version] = []
@@ -531,17 +764,7 @@ def _swept(page: Page, floor: int) -> Page:
         else:
             keep.append(not below)
             below = below or seq <= floor
-    if all(keep):
-        return page
-    return Page(
-        page.seq,
-        list(compress(page.keys, keep)),
-        array("Q", compress(page.seqs, keep)),
-        array("Q", compress(page.times, keep)),
-        bytearray(compress(page.flags, keep)),
-        list(compress(page.metadata, keep)),
-        list(compress(page.values, keep)),
-    )
+    return page.only(keep)
 
 
 def _split(page: Page, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, Page]]:
@@ -553,10 +776,10 @@ def _split(page: Page, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, Page]
     # keys begin with the same bytes. Then the page of the first of both is empty.
     lows = [low, *cuts]
     starts = [0, *(bisect_left(keys, cut) for cut in cuts), len(keys)]
-    return [
-        (
-            low,
-            Page(
+    parts = []
+    for low, (start, end) in zip(lows, pairwise(starts), strict=True):
+        if start < end:
+            part = Page(
                 page.seq,
                 keys[start:end],
                 page.seqs[start:end],
@@ -564,8 +787,7 @@ def _split(page: Page, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, Page]
                 page.flags[start:end],
                 page.metadata[start:end],
                 page.values[start:end],
-            ),
-        )
-        for low, (start, end) in zip(lows, pairwise(starts), strict=True)
-        if start < end
-    ]
+            )
+            part._mere_puts = page._mere_puts or None
+            parts.append((low, part))
+    return parts

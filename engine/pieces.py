@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -61,6 +61,26 @@ class Piece:
         self.has_news = True
 
 
+def frames_of(pieces: Sequence[Piece]) -> list[bytes]:
+    """Each frame of the pieces."""
+    frames: list[bytes] = []
+    for piece in pieces:
+        data, offset = piece.data, piece.offset
+        starts = [position - offset for position in piece.positions]
+        frames += [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
+    return frames
+
+
+def places_of(pieces: Sequence[Piece], chain_before: Chain) -> Iterator[tuple[int, int]]:
+    """Of each frame of the pieces, which follow `chain_before`, its segment's first seq and its offset."""
+    segment_first = chain_before.seq_first
+    for piece in pieces:
+        if piece.starts_segment is not None:
+            segment_first = piece.seq_first
+        for position in piece.positions:
+            yield segment_first, position
+
+
 def raise_times(payloads: Sequence[bytes], time_us: int) -> Sequence[bytes]:
     """The payloads with each time raised to the one before it where it is lower."""
     raised = []
@@ -79,6 +99,8 @@ def cut(
 ) -> tuple[list[Piece], Chain]:
     """The pieces of `payloads`, whose lengths are `sizes` and whose seqs are known to rise, and the chain
     after them."""
+    if len(payloads) == 1 and _goes_alone(chain, payloads[0], batch_bytes_max):
+        return _cut_one(chain, seqs, payloads, sizes)
     frames_bytes = sum(sizes) + FRAME_BYTES * len(sizes)
     plain = True
     # Everything before `origin`: most payloads of a batch have it in common.
@@ -102,6 +124,20 @@ def cut(
     ):
         return _cut_one(chain, seqs, payloads, sizes)
     return _cut_each(chain, seqs, payloads, sizes, batch_bytes_max)
+
+
+def _goes_alone(chain: Chain, payload: bytes, batch_bytes_max: int) -> bool:
+    """Whether this is an entry that neither begins nor ends anything: what `cut` finds out of many."""
+    return (
+        payload[:3] in _MERE_KINDS
+        and int.from_bytes(payload[format.TIME_SLICE], "little") >= chain.time_us
+        and chain.body_bytes > 0
+        and (frame_bytes := FRAME_BYTES + len(payload)) <= batch_bytes_max
+        and chain.body_bytes + frame_bytes < chain.settings.segment_bytes
+    )
+
+
+_MERE_KINDS = frozenset(bytes((kind, 0, 0)) for kind in (Kind.PUT, Kind.DELETE))
 
 
 def _cut_one(

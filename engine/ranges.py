@@ -45,8 +45,9 @@ class Layout:
 
 class Range:
     __slots__ = (
-        "_sorted", "_sorted_frozen", "dirty", "epoch", "frozen", "frozen_older", "frozen_rec_seq", "layout",
-        "low", "older", "rec_seq",
+        "_sorted", "_sorted_frozen", "dirty", "epoch", "frozen", "frozen_odd", "frozen_older",
+        "frozen_rec_seq", "frozen_since_s", "frozen_txns", "layout", "low", "odd", "older", "rec_seq",
+        "since_s", "txns",
     )  # fmt: skip
 
     def __init__(self, low: bytes, layout: Layout) -> None:
@@ -56,6 +57,13 @@ class Range:
         # What newer records in `dirty` superseded and somebody may still read, oldest first.
         self.older: Older = {}
         self.rec_seq = 0
+        self.since_s = self.frozen_since_s = 0.0  # when the change of `rec_seq` came, and `frozen_rec_seq`
+        # The keys in `dirty` of which not all records are mere puts: without flags and metadata.
+        self.odd: set[bytes] = set()
+        self.frozen_odd: set[bytes] = set()
+        # The transactions that have records in `dirty`.
+        self.txns: set[int] = set()
+        self.frozen_txns: set[int] = set()
         self.frozen: Records | None = None
         self.frozen_older: Older = {}
         self.frozen_rec_seq = 0
@@ -66,15 +74,17 @@ class Range:
     def freeze(self) -> None:
         """Set the changes so far aside, to be flushed."""
         assert self.frozen is None, "a range is flushed already"
-        self.frozen_older, self.frozen_rec_seq = self.older, self.rec_seq
+        self.frozen_older, self.frozen_rec_seq, self.frozen_since_s = self.older, self.rec_seq, self.since_s
         self.frozen = self.dirty
-        self.dirty, self.older, self.rec_seq = {}, {}, 0
+        self.frozen_odd, self.frozen_txns = self.odd, self.txns
+        self.dirty, self.older, self.odd, self.txns, self.rec_seq = {}, {}, set(), set(), 0
         self._sorted, self._sorted_frozen = [], None
         self.epoch += 1
 
     def thaw(self) -> None:
         """What was frozen is in the pages."""
-        self.frozen, self.frozen_older, self.frozen_rec_seq = None, {}, 0
+        self.frozen, self.frozen_older, self.frozen_odd, self.frozen_rec_seq = None, {}, set(), 0
+        self.frozen_txns = set()
         self._sorted_frozen = None
         self.epoch += 1
 
@@ -83,6 +93,12 @@ class Range:
         if self.frozen_rec_seq and self.rec_seq:
             return min(self.frozen_rec_seq, self.rec_seq)
         return self.frozen_rec_seq or self.rec_seq
+
+    def dirty_since_s(self) -> float | None:
+        """When the oldest change came that is in no page; None where there is none."""
+        if self.frozen_rec_seq:
+            return self.frozen_since_s
+        return self.since_s if self.rec_seq else None
 
     def changed_keys(self, low: bytes, high: bytes | None) -> list[bytes]:
         """The keys from `low` to below `high` with changes that are in no page, in order. With the lock."""

@@ -136,9 +136,15 @@ def time_of(frame: bytes) -> int:
     return int.from_bytes(frame[start : start + 8], "little")
 
 
+class Positions(Protocol):
+    """Where frames begin, by their numbers."""
+
+    def __getitem__(self, frame: int, /) -> int: ...
+
+
 def first_frame(
     file: File,
-    positions: array[int],
+    positions: Positions,
     frame_count: int,
     verified: Callable[[int], bytes],
     measure: Measure,
@@ -173,6 +179,49 @@ def _verified_frame(file: File, position: int) -> bytes:
         if len(payload) == length and format.frame_checksum(seq, payload) == checksum:
             return head + payload[: format.FIXED_BYTES]
     raise Corrupt("a frame's checksum does not match", offset=position)
+
+
+class _StoredPositions:
+    """Those in the footer of a sealed segment, of which a search looks at a few."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        trailer = read_trailer(file, file.size())
+        self.count = trailer.frame_count
+        self._at = trailer.section_offsets().positions
+
+    def __getitem__(self, frame: int, /) -> int:
+        return int.from_bytes(self._file.read_at(self._at + 4 * frame, 4), "little")
+
+
+def place_of(wal: Wal, seq: int) -> tuple[int, int] | None:
+    """The first seq of the segment and the offset at which the durable frame with this seq lies; None where
+    there is none. Of a long segment it reads little."""
+    with wal.lock:
+        segment = wal.store.segment_after(seq - 1)
+        if segment is None:
+            return None
+        # Names change under the lock only.
+        path = wal.store.path_of(segment)
+        with typed_errors(path, "look for a frame"):
+            file = wal.files.open(path)
+        known = segment.positions
+        seq_first = segment.header.seq_first
+        count = segment.durable_frames if isinstance(segment, CurrentSegment) else len(known or ())
+    try:
+        with typed_errors(path, "look for a frame"):
+            positions: Positions
+            if known is not None:
+                positions = known
+            else:
+                positions = stored = _StoredPositions(file)
+                count = stored.count
+            frame, _ = first_frame(file, positions, count, partial(_verified_frame, file), seq_of, seq)
+            if frame == count or seq_of(file.read_at(positions[frame], FRAME_FIXED_BYTES)) != seq:
+                return None
+            return seq_first, positions[frame]
+    finally:
+        file.close()
 
 
 def _unsealed_chunks(

@@ -8,23 +8,36 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 from lowwater.engine import content, format
+from lowwater.engine.check import Finding
+from lowwater.engine.check_checkpoints import check_checkpoints
+from lowwater.engine.checkpoints import StoredCheckpoint
 from lowwater.engine.core import Core
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, ValueRef
-from lowwater.engine.pages import Boundaries, after_prefix, bucket_range, encode_key
-from lowwater.engine.records import VALUE_PLACE, Head, Object, Page
+from lowwater.engine.keeping import Snapshot
+from lowwater.engine.moments import At, require_seq, time_us_of, timeout_of
+from lowwater.engine.pages import REFERENCE, after_prefix, encode_key
+from lowwater.engine.records import VALUE_PLACE, Head, Object, Page, PlaceReader, Unread
 from lowwater.engine.requests import Copied
-from lowwater.errors import InputError, NotFound, VersionGone
+from lowwater.engine.transaction_table import Row
+from lowwater.errors import InputError, LowwaterError, NotFound, VersionGone
 
 LIMIT_DEFAULT = 1000
 _NO_OBJECT = Object("", "", b"", None, 0, 0)
 
 
 class Reading(Core):
-    def buckets(self) -> list[str]:
+    def buckets(self, at: At | None = None) -> list[str]:
         self._require_open()
+        if at is not None:
+            pinned = self._pin(at)
+            try:
+                return sorted(found.key for found in self._buckets_at(pinned))
+            finally:
+                self._state.unpin(pinned)
         self._await(self._state.buckets_seq)
         return sorted(self._state.buckets)
 
@@ -39,28 +52,33 @@ class Reading(Core):
                 f"there is no bucket {bucket!r}", hint="make it with create_bucket, or look at buckets()"
             ) from None
 
-    def _newest(self, bucket: str, key: str) -> tuple[Object | None, int]:
+    def _newest(self, bucket: str, key: str, reader: PlaceReader | None = None) -> tuple[Object | None, int]:
         encoded = self._prefix(bucket) + format.encode_name(key, "key", KEY_BYTES_MAX)
-        found, rests_on = self._state.newest(encoded, bucket, key, self._wal.durable_seq)
+        found, rests_on = self._state.newest(encoded, bucket, key, self._wal.durable_seq, reader)
         if rests_on > self._wal.durable_seq:
             self._await(rests_on)
         return found, rests_on
 
-    def _copied(self, bucket: str, key: str) -> Copied:
-        """With the state's lock: what a copy of this key holds, which is there."""
+    def _copied(self, bucket: str, key: str, row: Row | None = None) -> Copied:
+        """With the state's lock: what a copy of this key holds, which is there for this transaction."""
         state = self._state
         encoded = state.prefixes[bucket] + key.encode()
-        found, _ = state.newest(encoded, bucket, key, self._wal.durable_seq)
+        if row is None:
+            found = state.newest_version(encoded)
+        else:
+            found = state.newest_version(encoded, seq=row.snapshot_seq, viewer=row.txn)
         assert found is not None, "what is copied is there"
-        metadata = format.encode_metadata(found.metadata)
-        if len(found.value) <= state.inline_bytes_max:
-            return metadata, found.value, None
-        self._await(found.seq)  # the place is read from the log's file
-        length, value_hash = VALUE_PLACE.unpack(place := state.place_of(encoded))[2:]
-        return metadata, b"", ValueRef(length, self._values.frame_seq(place), value_hash)
+        _, seq, _, flags, metadata, value = found
+        if not flags & REFERENCE:
+            return metadata, value, None
+        self._await(seq)  # the place is read from the log's file
+        length, value_hash = VALUE_PLACE.unpack(value)[2:]
+        return metadata, b"", ValueRef(length, self._values.frame_seq(value), value_hash)
 
-    def get(self, bucket: str, key: str, at: int | None = None) -> Object:
-        """The newest version of a key, or the newest one not above the seq `at`. Raises NotFound."""
+    def get(self, bucket: str, key: str, at: At | None = None, *, wait_s: float | None = None) -> Object:
+        """The newest version of a key, or the newest one not above the seq or time `at`. Raises NotFound,
+        and VersionGone where that cannot be told any more. A seq that is still to come is waited for, so
+        many seconds as `wait_s` says: TimedOut is raised then, or VersionGone where it says nothing."""
         if at is None and not self._closed:
             # What is wrong with the arguments is told below.
             state = self._state
@@ -77,46 +95,79 @@ class Reading(Core):
                 if found is not None and rests_on <= durable_seq:
                     return found
         self._require_open()
-        found = self._newest(bucket, key)[0] if at is None else self._read_at(bucket, key, at)
+        found = self._newest(bucket, key)[0] if at is None else self._read_at(bucket, key, at, wait_s)
         if found is None:
             raise NotFound(f"there is no {key!r} in the bucket {bucket!r}" + (f" at {at}" if at else ""))
         return found
 
-    def read(self, bucket: str, key: str, seq: int) -> Object:
+    def read(self, bucket: str, key: str, seq: int, *, wait_s: float | None = None) -> Object:
         """`get` with a seq, as the engine's interface names it."""
-        return self.get(bucket, key, at=seq)
+        return self.get(bucket, key, at=seq, wait_s=wait_s)
 
-    def head(self, bucket: str, key: str, at: int | None = None) -> Head:
-        """What `get` returns, without the value."""
-        return _head(self.get(bucket, key, at))
+    def head(self, bucket: str, key: str, at: At | None = None, *, wait_s: float | None = None) -> Head:
+        """What `get` returns, without the value. A large one is not read."""
+        return _head(self._find(bucket, key, at, wait_s))
 
-    def _read_at(self, bucket: str, key: str, at: int) -> Object | None:
+    def read_range(
+        self,
+        bucket: str,
+        key: str,
+        start: int,
+        length: int,
+        at: At | None = None,
+        *,
+        wait_s: float | None = None,
+    ) -> bytes:
+        """`length` bytes of a value from `start` on, fewer where it ends before. A `start` beyond the end is
+        refused; at the end there is nothing more to read. Of a large value in a sealed segment no more is
+        read than the blocks around the part, each verified."""
+        for number, what in ((start, "start"), (length, "length")):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise InputError(f"the {what} is {number!r:.80}", hint="give a whole number from 0 up")
+        found = self._find(bucket, key, at, wait_s)
+        size = len(found.value)
+        if start > size:
+            raise InputError(
+                f"{key!r} has {size:,} bytes, and none at {start:,}", hint="head() says how many there are"
+            )
+        stop = min(start + length, size)
+        value: Any = found.value
+        if isinstance(value, Unread):
+            return self._values.read_range(value.place, start, stop)
+        return found.value[start:stop]
+
+    def _find(self, bucket: str, key: str, at: At | None, wait_s: float | None) -> Object:
+        """An object, whose value is an `Unread` where it is a large one."""
+        self._require_open()
+        if at is None:
+            found = self._newest(bucket, key, Unread)[0]
+        else:
+            found = self._read_at(bucket, key, at, wait_s, Unread)
+        if found is None:
+            raise NotFound(f"there is no {key!r} in the bucket {bucket!r}" + (f" at {at}" if at else ""))
+        return found
+
+    def _read_at(
+        self, bucket: str, key: str, at: At, wait_s: float | None, reader: PlaceReader | None = None
+    ) -> Object | None:
         encoded = encode_key(
             format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX),
             format.encode_name(key, "key", KEY_BYTES_MAX),
         )
-        pinned = self._pin(at)
+        pinned = self._pin(at, wait_s)
         try:
-            return self._state.at(encoded, bucket, key, at)
+            return self._state.at(encoded, bucket, key, pinned, reader)
         finally:
             self._state.unpin(pinned)
 
-    def _pin(self, at: int | None) -> int:
-        """Pin a seq that can be read, and wait until what it shows is durable."""
+    def _pin(self, at: At | None, wait_s: float | None = None) -> int:
+        """Pin a moment that can be read, and wait until what it shows is durable."""
         state = self._state
+        timeout_s = timeout_of(wait_s)
+        if isinstance(at, datetime):
+            at = self.seq_at(at)
         with state.lock:
-            if at is None:
-                pinned = state.pin()
-            else:
-                if not isinstance(at, int) or isinstance(at, bool) or at < 0:
-                    raise InputError(f"{at!r:.80} is no seq", hint="give the seq of an entry")
-                if at > state.applied:
-                    raise VersionGone(
-                        f"seq {at} was not written yet", seq=at, hint=f"the last one is {state.applied}"
-                    )
-                if at < state.floor:
-                    raise VersionGone(f"versions below {state.floor} were dropped", seq=at)
-                pinned = state.pin(at)
+            pinned = state.pin() if at is None else self._pin_seq(require_seq(at), timeout_s)
         try:
             self._await(pinned)
         except BaseException:
@@ -124,8 +175,41 @@ class Reading(Core):
             raise
         return pinned
 
+    def _pin_seq(self, seq: int, timeout_s: float | None) -> int:
+        """With the state's lock."""
+        state = self._state
+        if seq > state.applied:
+            if timeout_s is None:
+                raise VersionGone(
+                    f"seq {seq} was not written yet", seq=seq, hint=f"the last one is {state.applied}"
+                )
+            self._wait_applied(seq, timeout_s)
+        if seq < state.floor:
+            raise VersionGone(f"versions below {state.floor} were dropped", seq=seq)
+        keeping = state.keeping
+        if seq < keeping.exact_from and not keeping.is_exact(seq, state.applied, state.snapshots):
+            raise VersionGone(f"not all versions below {keeping.exact_from} are kept", seq=seq)
+        return state.pin(seq)
+
+    def seq_at(self, moment: datetime) -> int:
+        """The seq of the last entry that is not after a time. Raises VersionGone where none is."""
+        self._require_open()
+        time_us = time_us_of(moment)
+        with self._state.lock:
+            if self._wal.chain.time_us <= time_us:
+                return self._state.applied
+        if self._wal.durable_time_us <= time_us:
+            self._log.sync()  # times never fall: all up to that time are durable once a later one is
+        return self._log.seq_at_us(time_us)
+
     def scan(
-        self, bucket: str, prefix: str = "", *, start_after: str | None = None, at: int | None = None
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        start_after: str | None = None,
+        at: At | None = None,
+        wait_s: float | None = None,
     ) -> Iterator[Object]:
         """The objects of a bucket in the order of their keys, all as of one moment."""
         self._require_open()
@@ -136,7 +220,7 @@ class Reading(Core):
         high = after_prefix(low)
         if start_after is not None:
             low = max(low, encode_key(name, _as_text(start_after, "key")) + b"\0")
-        found = self._scan(bucket, low, high, self._pin(at))
+        found = self._scan(bucket, low, high, self._pin(at, wait_s))
         next(found)  # into the block that unpins, which a generator that never began does not leave
         return found
 
@@ -154,7 +238,9 @@ class Reading(Core):
         delimiter: str | None = None,
         start_after: str | None = None,
         limit: int = LIMIT_DEFAULT,
-        at: int | None = None,
+        at: At | None = None,
+        *,
+        wait_s: float | None = None,
     ) -> Page:
         """One page of the keys that begin with `prefix`. Keys that have `delimiter` after it come as the
         prefix that ends with it, once each, and count as one."""
@@ -174,12 +260,12 @@ class Reading(Core):
             low = max(low, after_prefix(after) if skips else after + b"\0")
         objects: list[Head] = []
         prefixes: list[str] = []
-        pinned = self._pin(at)
+        pinned = self._pin(at, wait_s)
         last: str | None = None
         try:
             while low < high:
                 found = None
-                for found in self._state.scan(bucket, low, high, pinned):
+                for found in self._state.scan(bucket, low, high, pinned, Unread):
                     if len(objects) + len(prefixes) == limit:
                         return Page(objects, prefixes, last)
                     end = found.key.find(delimiter, len(prefix)) if delimiter else -1
@@ -197,38 +283,67 @@ class Reading(Core):
             self._state.unpin(pinned)
         return Page(objects, prefixes, None)
 
-    def root(self, seq: int | None = None) -> str:
-        """The fingerprint of the content as of `seq`, or now."""
+    def root(self, seq: At | None = None, *, wait_s: float | None = None) -> str:
+        """The fingerprint of the content as of a seq or a time, or now."""
         self._require_open()
-        pinned = self._pin(seq)
+        pinned = self._pin(seq, wait_s)
         try:
-            with self._state.lock:
-                buckets = self._buckets_at(pinned)
-            objects = self._content(buckets, pinned)
-            return content.root(
-                objects,
-                boundaries=self._state.boundaries,
-                lists=Boundaries(self._salt, self._page_keys * content.LIST_BLOCKS),
-                inline_bytes_max=self._state.inline_bytes_max,
-            )
+            base = self._checkpoints.not_above(pinned)
+            try:
+                return self._root_at(pinned, base)
+            except LowwaterError:
+                if base is None:
+                    raise
+                # A checkpoint that is damaged, of which `check()` tells, or removed meanwhile, is no reason
+                # not to read what it was made of.
+                return self._root_at(pinned, None)
         finally:
             self._state.unpin(pinned)
+
+    def _root_at(self, pinned: int, base: StoredCheckpoint | None) -> str:
+        blocks = content.blocks_at(self._state, pinned, base=base)
+        return content.root(blocks, content.list_boundaries(self._salt, self._page_keys)).hex()
 
     def _buckets_at(self, seq: int) -> Sequence[Object]:
         return [*self._state.scan("", b"\0", b"\1", seq)]
 
-    def _content(self, buckets: Sequence[Object], seq: int) -> Iterator[tuple[bytes, Object]]:
-        for found in buckets:
-            yield encode_key(b"", found.key.encode()), found
-        # The order of their keys: shorter names first.
-        for found in sorted(buckets, key=lambda each: (len(each.key.encode()), each.key)):
-            name = found.key.encode()
-            for each in self._state.scan(found.key, *bucket_range(name), seq):
-                yield encode_key(name, each.key.encode()), each
+    def _check(self) -> Iterator[Finding]:
+        yield from super()._check()
+        yield from check_checkpoints(
+            self._seams.files,
+            self._checkpoints.data_directory,
+            cluster_id=self._wal.chain.cluster_id,
+            begins_block=self._state.boundaries.is_boundary,
+            begins_list=content.list_boundaries(self._salt, self._page_keys).is_boundary,
+        )
+        newest = next(iter(self._checkpoints.complete), None)
+        if newest is not None:
+            yield from self._check_against_state(newest)
 
-    def snapshots(self) -> dict[str, int]:
-        """The snapshots by name, with their seqs."""
-        return dict(self._state.snapshots)
+    def _check_against_state(self, newest: StoredCheckpoint) -> Iterator[Finding]:
+        """Whether a checkpoint holds what the state shows of its seq, where that can still be read."""
+        try:
+            pinned = self._pin(newest.seq)
+        except VersionGone:
+            return
+        try:
+            expected = self._root_at(pinned, None)
+            root = newest.root
+        except LowwaterError:
+            return  # what is wrong with pages, or with it, was found before
+        finally:
+            self._state.unpin(pinned)
+        if root != expected:
+            what = "the newest checkpoint differs from the state that it is of"
+            yield Finding("error", what, newest.path, newest.seq)
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """The snapshots by name: what each is of, and when it ends."""
+        self._require_open()
+        state = self._state
+        with state.lock:
+            ends = state.keeping.expires_us
+            return {name: Snapshot(seq, ends.get(name)) for name, seq in state.snapshots.items()}
 
 
 def _as_text(text: Any, what: str) -> bytes:

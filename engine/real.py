@@ -221,6 +221,14 @@ class LockFile(RealFile):
         super().close()
 
 
+def _require_writable(directory: str) -> None:
+    """Who may write the files that are there, and make none, would find out at the next segment."""
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+        number = errno.EROFS if read_only else errno.EACCES
+        raise OSError(number, os.strerror(number), directory)
+
+
 class RealFiles:
     preallocate = True
 
@@ -245,6 +253,7 @@ class RealFiles:
             # Who made it may have crashed before it was durable. Some may not look into the parent.
             with contextlib.suppress(PermissionError):
                 self.sync_directory(parent)
+            _require_writable(directory)
             return
         self.make_directory(parent)
         try:

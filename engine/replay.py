@@ -15,6 +15,7 @@ Always true:
 | E | some | of another cluster | refuse | two databases were mixed |
 | F | some | beginning above `redo_seq` | refuse | what pages still need was purged |
 | G | some | goes on from there | redo | a crash, or a clean end |
+| H | of another version of this format | | refuse | an upgrade, or the way back |
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ import cbor2
 
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
+from lowwater.engine.directory import typed_errors
+from lowwater.engine.due import Due, from_stored
 from lowwater.engine.flush import META_KEY, META_VERSION
-from lowwater.engine.format import FIXED_BYTES, Kind
+from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.log import Log
 from lowwater.engine.pages import encode_key
-from lowwater.engine.records import Record
+from lowwater.engine.records import Record, is_mere_put, put_record
 from lowwater.engine.seams import File, Files
 from lowwater.engine.state import State
-from lowwater.errors import Corrupt, NewerVersion
+from lowwater.errors import Corrupt, InputError, NewerVersion, OlderVersion
 
 READ_BYTES = 2**22
+# Pages are a cache: no code is kept that reads what an older one wrote.
+AGAIN_HINT = (
+    "move this directory away and open again: pages are made from the log where it is whole from its first "
+    "entry on. Where it is not, open them with the Lowwater that wrote them"
+)
 
 Progress = Callable[[int, int], None]
 """(the seq that was applied, the last one)"""
@@ -53,6 +61,10 @@ class Meta(NamedTuple):
     horizon: int | None
     snapshots: dict[str, int]
     low_water_mark: int
+    keeping: dict[str, Any]
+    changed_seq: int
+    checkpoint_seq: int
+    checkpoints_due: list[Due]
 
 
 def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:
@@ -66,8 +78,11 @@ def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:
         found: Any = cbor2.loads(data)
         if found["version"] > META_VERSION:
             raise NewerVersion("these pages were written by a newer Lowwater", path=path)
-        return Meta(**{name: found[name] for name in Meta._fields})
-    except NewerVersion:
+        if found["version"] < META_VERSION:
+            raise OlderVersion("these pages were written by an older Lowwater", path=path, hint=AGAIN_HINT)
+        meta = Meta(**{name: found[name] for name in Meta._fields})
+        return meta._replace(checkpoints_due=from_stored(found["checkpoints_due"]))
+    except InputError:
         raise
     except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
         raise Corrupt("the page store's state cannot be read", path=path) from error
@@ -77,7 +92,7 @@ class Placed(NamedTuple):
     """A frame, and where it lies."""
 
     seq: int
-    payload: bytes
+    frame: bytes
     segment_first: int
     offset: int
 
@@ -87,17 +102,23 @@ def frames_from(log: Log, files: Files, seq: int) -> Iterator[list[Placed]]:
     wal = log.wal
     with wal.lock:
         places = [
-            (segment.path, segment.seq_first, segment.body_bytes)
+            (segment.seq_first, segment.body_bytes)
             for segment in wal.store.segments
             if segment.seq_last >= seq
         ]
         current = wal.store.current
         if current is not None and current.durable_frames:
-            places.append((wal.store.path, current.header.seq_first, current.durable_bytes))
-    for path, segment_first, end in places:
-        file = files.open(path)
+            places.append((current.header.seq_first, current.durable_bytes))
+    for segment_first, end in places:
+        with wal.lock:
+            # A segment that a crash has left unsealed is sealed meanwhile, and renamed under the lock.
+            path = wal.store.path_from(segment_first)
+            assert path is not None, "a segment is removed by nobody while the database is opened"
+            with typed_errors(path, "read the log"):
+                file = files.open(path)
         try:
-            yield from _frames_of(file, path, segment_first, end, seq)
+            with typed_errors(path, "read the log"):
+                yield from _frames_of(file, path, segment_first, end, seq)
         finally:
             file.close()
 
@@ -117,10 +138,10 @@ def _frames_of(file: File, path: str, segment_first: int, end: int, seq_from: in
             if stop > size:
                 break
             if seq >= seq_from:
-                payload = data[at + 16 : stop]
-                if crc32(payload, crc32(data[at : at + 12])) != checksum:
+                frame = data[at:stop]
+                if crc32(frame[16:], crc32(frame[:12])) != checksum:
                     raise Corrupt("a frame's checksum does not match", path=path, seq=seq, offset=offset + at)
-                run.append(new(Placed, (seq, payload, segment_first, offset + at)))
+                run.append(new(Placed, (seq, frame, segment_first, offset + at)))
             at = stop
         if not at:
             if size < want:
@@ -137,37 +158,37 @@ def redo(
     frames: Iterator[list[Placed]],
     *,
     make_room: Callable[[], None],
-    progress: Progress | None,
-    seq_last: int,
+    applied: Callable[[int, int], None],
 ) -> int:
-    """Apply frames, and return how many there were."""
+    """Apply frames, and return how many there were. `applied` is told of each run: how many frames, and the
+    last one's seq."""
     count = 0
     for run in frames:
         with state.lock:
             _apply_run(state, run)
         count += len(run)
         make_room()
-        if progress is not None:
-            progress(state.applied, seq_last)
+        applied(len(run), state.applied)
     return count
 
 
 def _apply_run(state: State, run: list[Placed]) -> None:
-    """Frames that are puts and deletes without optional groups go in together."""
+    """Frames of mere puts go in together."""
     keys: list[bytes] = []
     records: list[Record] = []
-    seq = 0
-    for placed in run:
-        seq, payload, segment_first, offset = placed
-        if (payload[0] == Kind.PUT or payload[0] == Kind.DELETE) and not payload[1] and not payload[2]:
-            key_start = FIXED_BYTES + payload[3]
-            key_end = key_start + payload[5] + (payload[6] << 8)
-            keys.append(encode_key(payload[FIXED_BYTES:key_start], payload[key_start:key_end]))
-            records.append((seq, payload, segment_first, offset))
+    small_bytes = state.small_record_bytes
+    seq = seq_put = 0
+    for seq, frame, segment_first, offset in run:
+        if is_mere_put(frame):
+            seq_put = seq
+            key_start = FRAME_FIXED_BYTES + frame[19]
+            key_end = key_start + frame[21] + (frame[22] << 8)
+            keys.append(encode_key(frame[FRAME_FIXED_BYTES:key_start], frame[key_start:key_end]))
+            records.append(put_record(frame, small_bytes, segment_first, offset))
             continue
         if keys:
-            state.apply_plain(keys, records, records[-1][0])
+            state.apply_puts(keys, records, seq_put)
             keys, records = [], []
-        state.apply(seq, payload, segment_first, offset)
+        state.apply(seq, frame[FRAME_BYTES:], segment_first, offset)
     if keys:
-        state.apply_plain(keys, records, seq)
+        state.apply_puts(keys, records, seq_put)

@@ -11,7 +11,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import cbor2
 from blake3 import blake3
@@ -19,6 +19,9 @@ from blake3 import blake3
 from lowwater.engine import format
 from lowwater.engine.chain import Create
 from lowwater.engine.entries import (
+    Abort,
+    Begin,
+    Commit,
     Control,
     Copy,
     CreateBucket,
@@ -30,20 +33,28 @@ from lowwater.engine.entries import (
     decode_payload,
 )
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind, ValueRef
+from lowwater.engine.keeping import PER_KEY_MAX
+from lowwater.engine.sessions import SESSION_KINDS, TTL_US_MAX, RequestId, as_request_id
 from lowwater.errors import InvalidEntry
 
-Single = Create | CreateBucket | DeleteBucket | Put | Delete | Copy | Control
+Single = Create | CreateBucket | DeleteBucket | Put | Delete | Copy | Begin | Commit | Abort | Control
 Request = Single | Write
 
+# Of how many keys and ranges a commit may say that its transaction has read them.
+READS_MAX = 10_000
 # Control entries that an engine takes. The others belong to parts that this version does not have.
-CONTROL_KINDS = frozenset({Kind.SETTINGS, Kind.HORIZON, Kind.PIN, Kind.UNPIN, Kind.NOOP, Kind.SEAL})
+CONTROL_KINDS = SESSION_KINDS | {
+    Kind.SETTINGS, Kind.HORIZON, Kind.PIN, Kind.UNPIN, Kind.NOOP, Kind.SEAL, Kind.CHECKPOINT,
+}  # fmt: skip
 
 
 def members_of(request: Request) -> Sequence[Single]:
     """The entries of a request, each with a seq of its own. Raises InvalidEntry for what no engine takes."""
     members: Sequence[Any]
-    kinds: tuple[type, ...] = (Create, CreateBucket, DeleteBucket, Put, Delete, Copy, Control)
-    hint = "give Create, CreateBucket, DeleteBucket, Put, Delete, Copy, Control or Write"
+    kinds: tuple[type, ...] = (*_KINDS, Control)
+    hint = (
+        "give Put, Delete, Copy, Write, Begin, Commit, Abort, CreateBucket, DeleteBucket, Control or Create"
+    )
     if isinstance(request, Write):
         try:
             members = list(request.entries)
@@ -52,17 +63,41 @@ def members_of(request: Request) -> Sequence[Single]:
         if not members:
             raise InvalidEntry("a Write without entries has no seq", hint="give at least one entry")
         kinds, hint = (Put, Delete, Copy), "give Put, Delete or Copy"
+        members = _members_in_session(members, request.session)
     else:
         members = [request]
     for member in members:
         if type(member) not in kinds:
             raise InvalidEntry(f"{type(member).__name__} cannot stand here", hint=hint)
         _require_valid(member)
+        if isinstance(request, Write) and member.txn:
+            raise InvalidEntry(
+                "a Write is a transaction of its own", hint="give its entries one by one, each with the txn"
+            )
     return members
+
+
+def _members_in_session(members: Sequence[Any], session: Any) -> Sequence[Any]:
+    """The last frame of a group names the request, as its seq is the group's."""
+    if any(getattr(member, "session", None) is not None for member in members):
+        raise InvalidEntry("a group is one request of a session", hint="give session to the Write")
+    if session is None or not isinstance(members[-1], Put | Delete | Copy):
+        return members
+    return [*members[:-1], members[-1]._replace(session=session)]
+
+
+def session_of(members: Sequence[Single]) -> RequestId | None:
+    """Which request of a session this is, if it is one."""
+    last = members[-1]
+    return None if isinstance(last, Create) or last.session is None else as_request_id(last.session)
 
 
 def _require_valid(member: Single) -> None:
     """What encoding does not find out."""
+    if not isinstance(member, Create) and member.session is not None:
+        as_request_id(member.session)
+        if isinstance(member, Control) and member.kind in SESSION_KINDS:
+            raise InvalidEntry("an entry about a session is no request of one", hint="leave session out")
     for number, most in ((member.origin, format.SEQ_MAX), (member.time_us, format.TIME_US_MAX)):
         if not _is_number(number) or not 0 <= number <= most:
             raise InvalidEntry(
@@ -75,6 +110,16 @@ def _require_valid(member: Single) -> None:
             raise InvalidEntry(f"if_seq is {if_seq!r:.80}", hint="give the seq of a version, or 0 for none")
         if not isinstance(member, Delete) and member.if_absent and if_seq:
             raise InvalidEntry("a key that is absent has no seq", hint="give if_absent or if_seq, not both")
+    if isinstance(member, Put | Delete | Copy | Commit | Abort):
+        least = 1 if isinstance(member, Commit | Abort) else 0
+        if not _is_number(member.txn) or not least <= member.txn <= format.SEQ_MAX:
+            raise InvalidEntry(f"txn is {member.txn!r:.80}", hint="give the seq of the transaction's Begin")
+    if isinstance(member, Begin) and not _is_seq_or_none(member.snapshot_seq):
+        raise InvalidEntry(f"snapshot_seq is {member.snapshot_seq!r:.80}", hint="give a seq, or None for now")
+    if isinstance(member, Abort) and not _is_seq_or_none(member.savepoint_seq):
+        raise InvalidEntry(f"savepoint_seq is {member.savepoint_seq!r:.80}", hint="give a seq, or None")
+    if isinstance(member, Commit):
+        _require_valid_reads(member)
     if isinstance(member, Put) and member.metadata is not None:
         format.encode_metadata(_mapping(member.metadata, "metadata"))
     if isinstance(member, Create):
@@ -86,6 +131,32 @@ def _require_valid(member: Single) -> None:
         _require_valid_control(member)
 
 
+def _require_valid_reads(member: Commit) -> None:
+    try:
+        keys, ranges = [(*each,) for each in member.keys], [(*each,) for each in member.ranges]
+        for bucket, key in keys:
+            format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+            format.encode_name(key, "key", KEY_BYTES_MAX)
+        for bucket, first, end in ranges:
+            format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+            for each in (first, end) if end is not None else (first,):
+                format.encode_name(each, "key", KEY_BYTES_MAX, empty_allowed=True)
+    except (TypeError, ValueError) as error:
+        raise InvalidEntry(
+            f"this is not what a transaction has read: {error}",
+            hint="give pairs of bucket and key, and ranges of bucket, first key and end",
+        ) from error
+    if len(keys) + len(ranges) > READS_MAX:
+        raise InvalidEntry(
+            f"a commit names {len(keys) + len(ranges):,} keys and ranges; at most {READS_MAX:,} are allowed",
+            hint="name ranges instead of keys",
+        )
+
+
+def _is_seq_or_none(value: Any) -> bool:
+    return value is None or (_is_number(value) and 0 <= value <= format.SEQ_MAX)
+
+
 def _require_valid_control(member: Control) -> None:
     if member.kind not in CONTROL_KINDS:
         raise InvalidEntry(
@@ -95,13 +166,44 @@ def _require_valid_control(member: Control) -> None:
     kind = Kind(member.kind)
     if kind in (Kind.PIN, Kind.UNPIN):
         format.encode_name(body.get("name", ""), "snapshot", 255)
-    if kind in (Kind.PIN, Kind.HORIZON, Kind.SEAL):
-        name = "seq_first" if kind == Kind.SEAL else "seq"
-        seq = body.get(name)
-        if seq is None and kind == Kind.HORIZON and name in body:
-            return  # keep what snapshots need, and no more
-        if seq is None or not _is_number(seq) or not 0 <= seq <= format.SEQ_MAX:
-            raise InvalidEntry(f"a {kind.name.lower()} entry needs a {name}", hint=f"give {name} in its body")
+    if kind == Kind.CHECKPOINT and not isinstance(body.get("full", False), bool):
+        raise InvalidEntry("`full` of a checkpoint entry is a truth value", hint="use checkpoint_entry()")
+    for name, (highest, optional, nothing) in _NUMBERS.get(kind, {}).items():
+        if name not in body and optional:
+            continue
+        value = body.get(name)
+        if value is None and nothing and name in body:
+            continue
+        if not _is_number(value) or not 0 <= value <= highest:
+            raise InvalidEntry(
+                f"a {kind.name.lower()} entry needs a {name}, and it has {value!r:.80}",
+                hint=f"give {name} in its body",
+            )
+    if kind == Kind.HORIZON and not body.keys() & {"seq", "per_key_max"}:
+        raise InvalidEntry("a horizon entry needs a seq", hint="give seq, or per_key_max, in its body")
+    if kind == Kind.HORIZON and body.get("per_key_max") == 0:
+        raise InvalidEntry("of each key one version at least is kept", hint="give per_key_max from 1 up")
+
+
+# The whole numbers in the bodies of control entries: the highest, whether it may be missing, and whether it
+# may be null.
+_NUMBERS: dict[Kind, dict[str, tuple[int, bool, bool]]] = {
+    Kind.SEAL: {"seq_first": (format.SEQ_MAX, False, False)},
+    Kind.CHECKPOINT: {"before": (format.SEQ_MAX, False, False)},
+    Kind.PIN: {"seq": (format.SEQ_MAX, False, False), "expires_us": (format.TIME_US_MAX, True, False)},
+    Kind.UNPIN: {"expires_us": (format.TIME_US_MAX, True, False)},
+    Kind.SESSION_OPEN: {"ttl_us": (TTL_US_MAX, False, False)},
+    Kind.SESSION_KEEP: {"session": (format.SEQ_MAX, False, False)},
+    Kind.SESSION_CLOSE: {
+        "session": (format.SEQ_MAX, False, False),
+        "seq": (format.SEQ_MAX, True, False),
+    },
+    Kind.HORIZON: {
+        "seq": (format.SEQ_MAX, True, True),
+        "before": (format.SEQ_MAX, True, True),
+        "per_key_max": (PER_KEY_MAX, True, True),
+    },
+}
 
 
 def _mapping(given: Any, what: str) -> dict[Any, Any]:
@@ -110,7 +212,7 @@ def _mapping(given: Any, what: str) -> dict[Any, Any]:
     return dict(given)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -137,11 +239,28 @@ _KINDS: dict[type, Kind] = {
     Put: Kind.PUT,
     Delete: Kind.DELETE,
     Copy: Kind.COPY,
+    Begin: Kind.BEGIN,
+    Commit: Kind.COMMIT,
+    Abort: Kind.ABORT,
 }
 
 
+def txn_of(member: Single) -> int:
+    """The transaction that an entry belongs to, 0 for none. A `Begin` is none yet."""
+    return member.txn if isinstance(member, Put | Delete | Copy | Commit | Abort) else 0
+
+
+def _body_of(member: Begin | Abort) -> dict[str, int]:
+    name, seq = (
+        ("snapshot", member.snapshot_seq)
+        if isinstance(member, Begin)
+        else ("savepoint", member.savepoint_seq)
+    )
+    return {} if seq is None else {name: seq}
+
+
 def request_hash(member: Single) -> bytes:
-    """16 bytes that stand for all of a request but its time, origin and group: those are in the frame."""
+    """16 bytes for all of a request but its time, origin, group and session: the frame has those."""
     bucket, key = _names(member)
     metadata: dict[str, str] = {}
     content: Any = None
@@ -150,6 +269,10 @@ def request_hash(member: Single) -> bytes:
         content = as_bytes(member.value)
     elif isinstance(member, Copy):
         content = [member.bucket, member.key]
+    elif isinstance(member, Commit):
+        content = [[list(each) for each in member.keys], [list(each) for each in member.ranges]]
+    elif isinstance(member, Begin | Abort):
+        content = _body_of(member)
     elif isinstance(member, Control):
         content = dict(member.body or {})
     request = [int(kind_of(member)), bucket, key, metadata, content, condition_of(member)]
@@ -172,11 +295,23 @@ def encode_outcome(
     group_seq_last: int | None = None,
     refused: int | None = None,
     copied: Copied | None = None,
+    txn_seq_before: int = 0,
 ) -> bytes:
-    """The payload of what became of a request. `copied` is what a copy found."""
+    """The payload of what became of a request. `copied` is what a copy found, `txn_seq_before` the seq of its
+    transaction's frame before this one."""
     needs_hash = refused is not None or isinstance(member, Copy) or condition_of(member) is not None
-    if group_seq_last is None and not needs_hash:
-        assert not isinstance(member, Copy)
+    session = session_of([member])
+    if isinstance(member, Commit):
+        needs_hash = needs_hash or bool(member.keys or member.ranges)
+    txn = txn_of(member)
+    if (
+        group_seq_last is None
+        and not needs_hash
+        and session is None
+        and not txn
+        and not isinstance(member, Begin)
+    ):
+        assert not isinstance(member, Copy | Commit | Abort)
         return member.encode(time_us)
     bucket, key = _names(member)
     metadata, value, value_ref = b"", b"", None
@@ -187,9 +322,14 @@ def encode_outcome(
         elif isinstance(member, Put):
             metadata = format.encode_metadata(dict(member.metadata)) if member.metadata else b""
             value = as_bytes(member.value)
+        elif isinstance(member, Control):
+            value = member.encoded_body
+        elif isinstance(member, Begin | Abort) and (body := _body_of(member)):
+            value = cbor2.dumps(body, canonical=True)
+    is_nameless = isinstance(member, Control | Begin | Commit | Abort)
     return format.encode_payload(
         kind_of(member),
-        format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX, empty_allowed=isinstance(member, Control)),
+        format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX, empty_allowed=is_nameless),
         format.encode_name(
             key, "key", KEY_BYTES_MAX, empty_allowed=not isinstance(member, Put | Delete | Copy)
         ),
@@ -198,7 +338,11 @@ def encode_outcome(
         time_us=time_us,
         origin=member.origin,
         extras=Extras(
+            txn=txn or None,
+            txn_seq_before=txn_seq_before,
             group_seq_last=group_seq_last,
+            session=None if session is None else session.session,
+            request=0 if session is None else session.word,
             request_hash=request_hash(member) if needs_hash else None,
             refused=refused,
             value_ref=value_ref,
@@ -222,7 +366,12 @@ def is_same_request(member: Single, seq: int, held: bytes, group_seq_last: int |
         # What was found then: the hash says whether it was looked for in the same place.
         copied = (format.encode_metadata(entry.metadata), entry.value, value_ref)
     again = encode_outcome(
-        member, entry.time_us, group_seq_last=group_seq_last, refused=entry.refused, copied=copied
+        member,
+        entry.time_us,
+        group_seq_last=group_seq_last,
+        refused=entry.refused,
+        copied=copied,
+        txn_seq_before=0 if entry.extras is None else entry.extras.txn_seq_before,
     )
     return again == held
 

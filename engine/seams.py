@@ -95,7 +95,7 @@ class Files(Protocol):
         ...
 
     def make_directory(self, directory: str) -> None:
-        """Make it, and its parents, durably. No error where it is already."""
+        """Make it, and its parents, durably. No error where it is already, and files can be made in it."""
         ...
 
     def rename(self, old: str, new: str) -> None:

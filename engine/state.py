@@ -4,6 +4,8 @@ Always true:
   - it is a function of the entries applied, in their order; nothing here decides whether an entry has an
     effect, that is written in its frame;
   - `applied` is the seq of the last entry applied, and changes together with its effects, under `lock`;
+  - a version of a transaction looks like any other; who finds one asks `transactions` whether it counts. That
+    is decided for a page, or a record, with the lock: the answer is one moment's;
   - versions at or above `floor` can be read: dropping one that a pin or the horizon needs is a bug;
   - what a read returns may rest on entries that are not durable yet: `rests_on` says up to which.
 """
@@ -11,33 +13,59 @@ Always true:
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 
+import cbor2
+
 from lowwater.engine import format
+from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
+from lowwater.engine.due import DUE_MAX, Due
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.format import Flag, Kind
-from lowwater.engine.pages import REFERENCE, TOMBSTONE, Boundaries, Page, decode_page, encode_key
+from lowwater.engine.keeping import Keeping
+from lowwater.engine.pages import (
+    REFERENCE,
+    TOMBSTONE,
+    UNSTAMPED,
+    Boundaries,
+    Page,
+    decode_page,
+    encode_key,
+)
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.ranges import Layout, Range, RangeMap
 from lowwater.engine.records import (
     Object,
+    PageVersion,
     PlaceReader,
     Record,
     encoded_key_of,
     is_deletion,
+    is_mere_put,
+    is_transactional,
+    make_record,
     object_of,
     page_version,
+    put_record,
+    seq_of,
+    small_record_bytes,
 )
+from lowwater.engine.sessions import SESSION_KINDS, Sessions, request_of_word
+from lowwater.engine.transaction_table import Row, Seen, TransactionTable, View, holder, seen
 from lowwater.errors import Corrupt, InternalError
 
 _new = tuple.__new__
 _DATA_KINDS = frozenset({Kind.CREATE_BUCKET, Kind.DELETE_BUCKET, Kind.PUT, Kind.DELETE, Kind.COPY})
+_END_KINDS = frozenset({Kind.COMMIT, Kind.ABORT})
+# Stands for a row of which only the transaction table knows whether it counts.
+_UNSTAMPED = Object("", "", b"", None, 0, 0)
 
-# What a record and a ready object cost in memory besides their bytes.
+# What a record and a ready object cost in memory besides their bytes, with their places in dictionaries: of a
+# record that is 121. What is above it is for what allocators leave unused.
 RECORD_OVERHEAD_BYTES = 200
 OBJECT_OVERHEAD_BYTES = 400
 
@@ -46,6 +74,7 @@ OBJECT_OVERHEAD_BYTES = 400
 LOWEST = b"\0"
 # Of so many keys it is known that they were read: an object is kept when it is read again.
 ASKED_FOR_MAX = 65_536
+ASKED_FOR_SHARE = 2048  # each takes about 100 bytes: a twentieth of the pool
 # How many pages a range has after a split.
 RANGE_PAGES = 96
 
@@ -59,12 +88,14 @@ class State:
         inline_bytes_max: int,
         place_reader: PlaceReader,
         pool_bytes_max: int,
+        now_s: Callable[[], float],
     ) -> None:
         self.lock = threading.RLock()
         self.store = store
         self.boundaries = boundaries
         self.inline_bytes_max = inline_bytes_max
         self.pool_bytes_max = pool_bytes_max
+        self.now_s = now_s
         self._place_reader = place_reader
         self.applied = 0
         # Where the frame with a seq lies.
@@ -78,24 +109,43 @@ class State:
         self.horizon: int | None = None
         self.low_water_mark = 0  # as it was told
         self.snapshots: dict[str, int] = {}  # the log's pins, by name
-        self.versions_seq = 0  # both are those as of this seq, or of `applied` where that is higher
+        self.keeping = Keeping()
+        self.sessions = Sessions()
+        self.changed_seq = 0  # of the last entry that changed a key or a bucket
+        self.versions_seq = 0  # these are those as of this seq, or of `applied` where that is higher
+        self.checkpoint_seq = 0  # of the last checkpoint entry; this and the next as the snapshots
+        self.checkpoints_due: list[Due] = []  # each pinned, until it is durable here
+        self.is_checkpoint_here: Callable[[int], bool] = _never
+        self.idle_seq = 0  # nothing but entries without news lies between the last checkpoint and this
         self._pins: dict[int, int] = {}  # this process' own, with their number
+        self.transactions = TransactionTable()
         self.keeps_older = False
         self.dirty_bytes = 0
         self.clean = CleanPages()
+        self.keeps_clean = True  # until it is closing, when nobody will read them
         self.limit_clean()
         self._ready_new: dict[bytes, Object] = {}
         self._ready_old: dict[bytes, Object] = {}
-        self._ready_bytes = 0
+        self._ready_new_bytes = self._ready_old_bytes = 0
+        self.pages_read = self.page_hits = self.page_misses = 0
         self._asked_for: set[bytes] = set()
+        self._asked_for_max = min(ASKED_FOR_MAX, pool_bytes_max // ASKED_FOR_SHARE)
 
     # ------------------------------------------------------------------ applying (with the lock)
+
+    @property
+    def small_record_bytes(self) -> int:
+        return small_record_bytes(self.inline_bytes_max)
 
     def apply(self, seq: int, payload: bytes, segment_first: int = 0, offset: int = 0) -> None:
         """One frame. `segment_first` and `offset` say where its value lies."""
         kind = payload[0]
         flags = payload[1] | payload[2] << 8
-        if not flags & Flag.REFUSED:
+        if flags & Flag.SESSION:
+            self._apply_request(seq, payload, flags)
+        if flags & Flag.TXN:
+            self._apply_transactional(seq, kind, flags, payload, segment_first, offset)
+        elif not flags & Flag.REFUSED:
             if kind in _DATA_KINDS:
                 key = encoded_key_of(payload)
                 version_seq = seq
@@ -106,69 +156,249 @@ class State:
                 if flags & Flag.VALUE_REF:
                     # A copy: what lies there is what it was copied from.
                     segment_first, offset = self.locate(_referred_seq(payload))
-                self._put((key,), ((version_seq, payload, segment_first, offset),), seq)
+                frame = make_record(version_seq, payload)
+                if is_mere_put(frame):
+                    record = put_record(frame, self.small_record_bytes, segment_first, offset)
+                else:
+                    record = make_record(version_seq, payload, segment_first, offset)
+                    self.map.find(key).odd.add(key)
+                self._doom_holders((key,), seq)
+                self._put((key,), (record,), seq)
+                self.changed_seq = max(self.changed_seq, seq)
                 if key[0] == 0:
-                    self._apply_bucket(key, version_seq, payload)
+                    self._apply_bucket(key, record)
             elif kind in (Kind.HORIZON, Kind.PIN, Kind.UNPIN):
                 # What redo repeats of these is in force already: going through it again would lift the
                 # floor in between, where a pin that kept it down is gone since.
                 if seq > self.versions_seq:
                     self._apply_versions_entry(seq, kind, payload)
-            elif kind in (Kind.BEGIN, Kind.COMMIT, Kind.ABORT) or flags & Flag.TXN:
-                raise InternalError("transactions are not in this version", seq=seq)
+            elif kind in SESSION_KINDS:
+                self._apply_session(seq, kind, payload)
+            elif kind == Kind.CHECKPOINT:
+                if seq > self.versions_seq:
+                    self._apply_checkpoint(seq, payload)
+            elif kind == Kind.BEGIN:
+                self._apply_begin(seq, payload)
+        if kind in IDLE_KINDS and self.applied == self.idle_seq:
+            self.idle_seq = seq
         self.applied = seq
 
-    def apply_plain(self, keys: Sequence[bytes], records: Sequence[Record], seq_last: int) -> None:
-        """Puts and deletes of keys, each with its record, the last of which is `seq_last`."""
+    def apply_puts(self, keys: Sequence[bytes], records: Sequence[Record], seq_last: int) -> None:
+        """Mere puts, the last of which is `seq_last`."""
+        if self.transactions.open:
+            for key, record in zip(keys, records, strict=True):
+                self._doom_holders((key,), seq_of(record))
         self._put(keys, records)
-        self.applied = seq_last
+        self.applied = self.changed_seq = seq_last
 
-    def _put(self, keys: Sequence[bytes], records: Sequence[Record], frame_seq: int = 0) -> None:
-        """New versions. `frame_seq` is the seq of their frame where it is not theirs, as in a group."""
-        find = self.map.find
-        ready_new, ready_old = self._ready_new, self._ready_old
-        keeps_older = self.keeps_older
-        added = 0
+    def _put(
+        self, keys: Sequence[bytes], records: Sequence[Record], frame_seq: int = 0, *, keeps: bool = False
+    ) -> None:
+        """New versions. `frame_seq` is the seq of their frame where it is not theirs, as in a group. `keeps`
+        what they supersede, whoever reads it: what a transaction writes may never count."""
+        lows, ranges = self.map.view
+        keeps_older = self.keeps_older or keeps
+        added = sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records)
         for key, record in zip(keys, records, strict=True):
-            place = find(key)
+            place = ranges[bisect_right(lows, key) - 1]
             dirty = place.dirty
             before = dirty.get(key)
             dirty[key] = record
             if before is not None:
-                if keeps_older and before[0] < record[0]:
+                if keeps_older and seq_of(before) < seq_of(record):
                     place.older.setdefault(key, []).append(before)
                 else:
-                    added -= len(before[1]) + RECORD_OVERHEAD_BYTES
-            if not place.rec_seq:
-                place.rec_seq = frame_seq or record[0]
-            added += len(record[1]) + RECORD_OVERHEAD_BYTES
-            if ready_new or ready_old:
-                ready_new.pop(key, None)
-                ready_old.pop(key, None)
+                    added -= len(before) + RECORD_OVERHEAD_BYTES
+            elif not place.rec_seq:
+                place.rec_seq = frame_seq or seq_of(record)
+                place.since_s = self.now_s()
         self.dirty_bytes += added
+        # Whoever sees one of the changes waits for the lock first, and then finds nothing older here.
+        for ready in (self._ready_new, self._ready_old):
+            if ready:
+                for key in keys:
+                    ready.pop(key, None)
 
-    def _apply_bucket(self, key: bytes, seq: int, payload: bytes) -> None:
+    def _apply_bucket(self, key: bytes, record: Record) -> None:
         bucket = key[1:].decode()
-        self.buckets_seq = seq
-        if is_deletion(payload):
+        self.buckets_seq = seq_of(record)
+        if is_deletion(record):
             self.prefixes.pop(bucket, None)
             self.buckets.pop(bucket, None)
         else:
-            self.buckets[bucket] = object_of((seq, payload, 0, 0), "", bucket, self._place_reader)
+            self.buckets[bucket] = object_of(record, "", bucket, self._place_reader)
             self.prefixes[bucket] = encode_key(key[1:], b"")
 
     def _apply_versions_entry(self, seq: int, kind: int, payload: bytes) -> None:
         body = decode_body(decode_payload(seq, payload))
         if kind == Kind.HORIZON:
-            horizon = body.get("seq")
-            if horizon is not None:
-                horizon = max(horizon, self.horizon or 0)
-            self.horizon = horizon
+            if "seq" in body:
+                horizon = body["seq"]
+                if horizon is not None:
+                    horizon = max(horizon, self.horizon or 0)
+                self.horizon = horizon
+            if "per_key_max" in body:
+                self.keeping.limit(body["per_key_max"], seq)
         elif kind == Kind.PIN:
             self.snapshots[body["name"]] = body["seq"]
+            if "expires_us" in body:
+                self.keeping.expires_us[body["name"]] = body["expires_us"]
         else:
             self.snapshots.pop(body["name"], None)
+            self.keeping.expires_us.pop(body["name"], None)
         self.decide_keeping()
+
+    def _apply_session(self, seq: int, kind: int, payload: bytes) -> None:
+        entry = decode_payload(seq, payload)
+        body = decode_body(entry)
+        if kind == Kind.SESSION_KEEP:
+            self.sessions.keep(seq, entry.time_us, body["session"])
+        elif kind == Kind.SESSION_CLOSE:
+            self.sessions.close(body["session"])
+        else:
+            # Where redo opens one that is stored as closed, the entry that closed it follows.
+            self.sessions.open(seq, entry.time_us, body["ttl_us"])
+
+    def _apply_request(self, seq: int, payload: bytes, flags: int) -> None:
+        """The frame of a request of a session, whatever became of it."""
+        extras, _ = format.decode_extras(flags, payload, format.FIXED_BYTES, len(payload))
+        assert extras.session is not None
+        code = format.U16.unpack(payload[-format.U16.size :])[0] if flags & Flag.REFUSED else 0
+        self.sessions.take(
+            seq,
+            format.FIXED.unpack_from(payload)[5],
+            request_of_word(extras.session, extras.request),
+            code,
+        )
+
+    # ------------------------------------------------------------------ checkpoints to be made
+
+    def _apply_checkpoint(self, seq: int, payload: bytes) -> None:
+        """What a checkpoint needs of `seq` stays until it is durable here, whatever happens in between."""
+        body = decode_body(decode_payload(seq, payload))
+        base_seq = 0 if body.get("full") else self.checkpoint_seq
+        time_us = int.from_bytes(payload[format.TIME_SLICE], "little")
+        self.checkpoint_seq = self.idle_seq = seq
+        if not self.is_checkpoint_here(seq):
+            self.add_due(Due(seq, time_us, base_seq, self.control_part()))
+            if len(self.checkpoints_due) > DUE_MAX:
+                # A log is applied from its beginning: nobody waits for what was due then.
+                self.remove_due(self.checkpoints_due[0].seq)
+
+    def add_due(self, due: Due) -> None:
+        self.checkpoints_due.append(due)
+        self.pin(due.seq)
+
+    def remove_due(self, seq: int) -> None:
+        with self.lock:
+            if any(due.seq == seq for due in self.checkpoints_due):
+                self.checkpoints_due = [due for due in self.checkpoints_due if due.seq != seq]
+                self.unpin(seq)
+
+    def control_part(self) -> bytes:
+        """With the lock: what the state has besides its content. All of it is a function of the log."""
+        body = {
+            "horizon": self.horizon,
+            "snapshots": dict(self.snapshots),
+            **self.keeping.to_meta(),
+        }
+        if self.transactions.open:
+            rows = sorted(self.transactions.open.items())
+            body["transactions"] = [row.to_control() for _, row in rows]
+        data: bytes = cbor2.dumps(body, canonical=True)
+        return data
+
+    # ------------------------------------------------------------------ transactions (with the lock)
+
+    def _apply_begin(self, seq: int, payload: bytes) -> None:
+        transactions = self.transactions
+        if seq not in transactions.rows:
+            body = decode_body(decode_payload(seq, payload))
+            snapshot_seq = body.get("snapshot", seq - 1)
+            # What was superseded before has not been kept for it, whatever it may read of it here.
+            floor = max(snapshot_seq, self.floor_kept(seq - 1))
+            transactions.put(Row(seq, snapshot_seq, floor, seq))
+            self.decide_keeping()
+
+    def _apply_transactional(
+        self, seq: int, kind: int, flags: int, payload: bytes, segment_first: int, offset: int
+    ) -> None:
+        """A frame inside a transaction, or its end. What its row knows already changes nothing there; a
+        version goes into memory in any case, as others do in redo."""
+        extras, _ = format.decode_extras(flags, payload, format.FIXED_BYTES, len(payload))
+        assert extras.txn is not None
+        row = self.transactions.rows.get(extras.txn)
+        refused = format.U16.unpack(payload[-format.U16.size :])[0] if flags & Flag.REFUSED else None
+        if row is None:
+            if refused is None:
+                raise InternalError("a transaction goes on that never began", seq=seq)
+            return
+        if kind in _DATA_KINDS and refused is None:
+            key = encoded_key_of(payload)
+            if flags & Flag.VALUE_REF:
+                segment_first, offset = self.locate(_referred_seq(payload))
+            place = self.map.find(key)
+            place.odd.add(key)
+            place.txns.add(row.txn)
+            self._put((key,), (make_record(seq, payload, segment_first, offset),), seq, keeps=True)
+        if seq > row.seq_last and row.is_open:
+            self.transactions.put(row.after(seq, kind, refused, payload))
+            if kind == Kind.COMMIT and refused is None:
+                self.changed_seq = max(self.changed_seq, seq)
+            if kind in _END_KINDS:
+                self.decide_keeping()
+
+    def _doom_holders(self, keys: Sequence[bytes], seq: int) -> None:
+        """Before the keys are written from outside: the first to commit wins. What redo repeats is known:
+        pages may be ahead of it, and rows say what came of it."""
+        transactions = self.transactions
+        if transactions.open and seq > self.versions_seq:
+            for key in keys:
+                row = self.holder(key)
+                if row is not None:
+                    transactions.doom(row.txn)
+
+    @property
+    def oldest_open_seq(self) -> int | None:
+        """The `begin` of the oldest transaction that is open in the log; None where there is none. From there
+        on the log has to stay."""
+        with self.lock:
+            return self.transactions.oldest_open_seq
+
+    def holder(self, key: bytes) -> Row | None:
+        """The open transaction that has written a key, and may still commit."""
+        with self.lock:
+            view = self.view_of(self.map.find(key), key)
+            if view is None or not any(row.is_open and not row.doomed for row in view.values()):
+                return None  # without a look at the page, which may have to be read
+            records, page, row_index, view = self._versions(key)
+        return holder(records, page, row_index, view or {})
+
+    def is_held(self, low: bytes, high: bytes) -> bool:
+        """Whether such a transaction has written a key from `low` to below `high`."""
+        position: bytes | None = low if self.transactions.open else None
+        while position is not None:
+            with self.lock:
+                start = position
+                place, page, end, position = self._interval(start, high)
+                keys = set(place.changed_keys(start, end)) if place.txns or place.frozen_txns else set()
+                if page is not None:
+                    keys |= {
+                        key
+                        for key, flags in zip(page.keys, page.flags, strict=True)
+                        if flags & UNSTAMPED and start <= key and (end is None or key < end)
+                    }
+                if any(self.holder(key) is not None for key in sorted(keys)):
+                    return True
+        return False
+
+    def view(self, place: Range, page_key: bytes | None) -> View | None:
+        """The rows that versions in this page, or in memory before it, may need."""
+        transactions = self.transactions
+        if not transactions.rows:
+            return None
+        ids = transactions.unstamped.get(page_key, ()) if page_key is not None else ()
+        return transactions.view(place.txns, place.frozen_txns, ids)
 
     def load_buckets(self) -> None:
         """Find the buckets in the pages, when nothing was applied yet."""
@@ -190,6 +420,8 @@ class State:
     def floor_kept(self, seq: int) -> int:
         """The same without this process' pins: what the log says, and redo keeps."""
         floors = [seq, *self.snapshots.values()]
+        if (floor := self.transactions.floor) is not None:
+            floors.append(floor)
         if self.horizon is not None:
             floors.append(self.horizon)
         return min(floors)
@@ -199,6 +431,8 @@ class State:
         with self.lock:
             seq = self.applied if seq is None else seq
             self._pins[seq] = self._pins.get(seq, 0) + 1
+            if self.keeping.is_exact(seq, self.applied, self.snapshots):
+                self.keeping.exact_pins.add(seq)
             self.decide_keeping()
             return seq
 
@@ -207,11 +441,24 @@ class State:
             count = self._pins.pop(seq) - 1
             if count:
                 self._pins[seq] = count
+            else:
+                self.keeping.exact_pins.discard(seq)
             self.decide_keeping()
 
+    def needed_seqs(self) -> list[int]:
+        """With the lock: the seqs at which somebody may read, besides the newest, in order."""
+        open_rows = self.transactions.open.values()
+        return sorted({*self.snapshots.values(), *self._pins, *(row.snapshot_seq for row in open_rows)})
+
+    def is_limited(self, seq: int) -> bool:
+        keeping = self.keeping
+        return keeping.per_key_max is not None and not keeping.is_exact(seq, self.applied, self.snapshots)
+
     def decide_keeping(self) -> None:
-        """After a change of the horizon, the snapshots or the pins."""
-        self.keeps_older = bool(self._pins or self.snapshots) or self.horizon is not None
+        """After a change of the horizon, the snapshots, the pins or the open transactions."""
+        self.keeps_older = (
+            bool(self._pins or self.snapshots or self.transactions.open) or self.horizon is not None
+        )
 
     # ------------------------------------------------------------------ reading the newest version
 
@@ -226,11 +473,14 @@ class State:
         # With the lock, because a writer may be taking it out. Nobody waits for that: it can be moved later.
         if self.lock.acquire(blocking=False):
             if self._ready_old.get(key) is found:
-                self._ready_new[key] = found
+                self._add_ready(key, found)
             self.lock.release()
 
-    def newest(self, key: bytes, bucket: str, name: str, durable_seq: int) -> tuple[Object | None, int]:
-        """The newest version of a key, None where there is none, and the seq that this rests on."""
+    def newest(
+        self, key: bytes, bucket: str, name: str, durable_seq: int, reader: PlaceReader | None = None
+    ) -> tuple[Object | None, int]:
+        """The newest version of a key, None where there is none, and the seq that this rests on. `reader` is
+        for large values."""
         waited_for = 0
         while True:
             lows, ranges = self.map.view
@@ -240,14 +490,17 @@ class State:
             if record is None and (frozen := place.frozen) is not None:
                 record = frozen.get(key)
             if record is not None:
-                if record[0] > self.applied and record[0] != waited_for:
+                if is_transactional(record):
+                    return self._newest_resolved(key, bucket, name, reader)
+                seq = seq_of(record)
+                if seq > self.applied and seq != waited_for:
                     # Of a group that is being applied: who has seen one of its changes sees all from then on.
-                    waited_for = record[0]
+                    waited_for = seq
                     with self.lock:
                         continue
-                if is_deletion(record[1]):
-                    return None, record[0]
-                found: Object | None = object_of(record, bucket, name, self._place_reader)
+                if is_deletion(record):
+                    return None, seq
+                found: Object | None = object_of(record, bucket, name, reader or self._place_reader)
             else:
                 try:
                     page = self._page_of(place, key)
@@ -255,7 +508,9 @@ class State:
                     if place.epoch != epoch:
                         continue
                     raise
-                found = None if page is None else self._row_of(page, page.find(key), bucket, name)
+                found = None if page is None else self._row_of(page, page.find(key), bucket, name, reader)
+                if found is _UNSTAMPED:
+                    return self._newest_resolved(key, bucket, name, reader)
             if place.epoch != epoch:
                 continue
             if found is None:
@@ -263,6 +518,37 @@ class State:
             if found.seq <= durable_seq and len(found.value) <= self.inline_bytes_max:
                 self._keep_ready(key, found, place, epoch, changed)
             return found, found.seq
+
+    def _newest_resolved(
+        self, key: bytes, bucket: str, name: str, reader: PlaceReader | None
+    ) -> tuple[Object | None, int]:
+        """The same where a transaction was the last to write. Nothing is kept ready: its end would not take
+        that out again."""
+        with self.lock:
+            records, page, row, view = self._versions(key)
+            each = next(seen(records, page, row, view or {}), None)
+        if each is None:
+            return None, 0
+        return self._object_seen(each, page, bucket, name, reader), each.seq
+
+    def _object_seen(
+        self, each: Seen, page: Page | None, bucket: str, name: str, reader: PlaceReader | None
+    ) -> Object | None:
+        """A version as reads return it; None for a deletion. Of a transaction's own the seq is not known."""
+        if each.record is not None:
+            if is_deletion(each.record):
+                return None
+            found = object_of(each.record, bucket, name, reader or self._place_reader)
+        else:
+            assert page is not None
+            seq, time_us, flags, metadata, value = page.row(each.row)
+            row = self._object_of_row(seq, time_us, flags & ~UNSTAMPED, metadata, value, bucket, name, reader)
+            if row is None:
+                return None
+            found = row
+        if each.time_us is None:
+            return found
+        return found._replace(seq=0 if each.is_own else each.seq, time_us=each.time_us)
 
     def _keep_ready(
         self, key: bytes, found: Object, place: Range, epoch: int, changed: Record | None
@@ -272,7 +558,7 @@ class State:
         # What was asked for once may never be again. Losing one of these to a race costs nothing.
         asked_for = self._asked_for
         if key not in asked_for:
-            if len(asked_for) >= ASKED_FOR_MAX:
+            if len(asked_for) >= self._asked_for_max:
                 asked_for.clear()
             asked_for.add(key)
             return
@@ -281,21 +567,51 @@ class State:
         try:
             if place.epoch != epoch or place.dirty.get(key) is not changed:
                 return
-            self._ready_new[key] = found
-            self._ready_bytes += len(found.value) + OBJECT_OVERHEAD_BYTES
-            if self._ready_bytes > self.pool_bytes_max // 8:
-                self._ready_old, self._ready_new, self._ready_bytes = self._ready_new, {}, 0
+            self._add_ready(key, found)
         finally:
             self.lock.release()
 
-    def _row_of(self, page: Page, row: int, bucket: str, name: str) -> Object | None:
+    def _add_ready(self, key: bytes, found: Object) -> None:
+        """With the lock. Those that are not read again go with the next generation but one."""
+        self._ready_new[key] = found
+        self._ready_new_bytes += len(found.value) + OBJECT_OVERHEAD_BYTES
+        if self._ready_new_bytes > self.pool_bytes_max // 8:
+            self._ready_old, self._ready_new = self._ready_new, {}
+            self._ready_old_bytes, self._ready_new_bytes = self._ready_new_bytes, 0
+
+    @property
+    def ready_bytes(self) -> int:
+        """What ready objects take, at most: those that were changed since are gone, and still counted."""
+        return self._ready_new_bytes + self._ready_old_bytes
+
+    def _row_of(
+        self, page: Page, row: int, bucket: str, name: str, reader: PlaceReader | None
+    ) -> Object | None:
         if row < 0:
             return None
         seq, time_us, flags, metadata, value = page.row(row)
+        if flags:
+            if flags & UNSTAMPED:
+                return _UNSTAMPED
+            return self._object_of_row(seq, time_us, flags, metadata, value, bucket, name, reader)
+        decoded = format.decode_metadata(metadata) if metadata else None
+        return _new(Object, (bucket, name, value, decoded, seq, time_us))
+
+    def _object_of_row(
+        self,
+        seq: int,
+        time_us: int,
+        flags: int,
+        metadata: bytes,
+        value: bytes,
+        bucket: str,
+        name: str,
+        reader: PlaceReader | None,
+    ) -> Object | None:
         if flags & TOMBSTONE:
             return None
         if flags & REFERENCE:
-            value = self._place_reader(value)
+            value = (reader or self._place_reader)(value)
         decoded = format.decode_metadata(metadata) if metadata else None
         return _new(Object, (bucket, name, value, decoded, seq, time_us))
 
@@ -308,31 +624,35 @@ class State:
             return None
         page = layout.pages[index]
         if page is None:
+            self.page_misses += 1
             page = self.fetch(layout, index)
             self.clean.add(layout, index, page)
+        else:
+            self.page_hits += 1
         layout.used[index] = 1
         return page
 
+    def _page_at(self, layout: Layout, index: int) -> Page:
+        """With the lock: a page that is looked at once, and leaves those in memory alone that are not."""
+        page = layout.pages[index]
+        if page is not None:
+            self.page_hits += 1
+            return page
+        self.page_misses += 1
+        return self.fetch(layout, index)
+
     def limit_clean(self) -> None:
         """Give pages what changes and ready objects leave of the pool."""
+        if not self.keeps_clean:
+            self.clean.limit(0)
+            return
         rest = self.pool_bytes_max - self.dirty_bytes - self.pool_bytes_max // 4
         self.clean.limit(max(rest, self.pool_bytes_max // 16))
-
-    def place_of(self, key: bytes) -> bytes:
-        """Where the large value of a key lies."""
-        with self.lock:
-            records, page, row = self.versions(key)
-        if records:
-            flags, place = page_version(records[0], self.inline_bytes_max)[3::2]
-        else:
-            assert page is not None
-            _, _, flags, _, place = page.row(row)
-        assert flags & REFERENCE, "this value is not a large one"
-        return place
 
     def fetch(self, layout: Layout, index: int) -> Page:
         """A page from the store. The caller sees to it that the layout is still in force afterwards."""
         key = layout.keys[index]
+        self.pages_read += 1
         data = self.store.get(key)
         if data is None:
             raise Corrupt("a page is missing from the page store")
@@ -340,95 +660,243 @@ class State:
 
     # ------------------------------------------------------------------ versions at a seq
 
-    def versions(self, key: bytes) -> tuple[list[Record], Page | None, int]:
-        """With the lock: all versions of a key that there are: records, then rows of a page."""
+    def _versions(self, key: bytes) -> tuple[list[Record], Page | None, int, View | None]:
+        """With the lock: all versions of a key that there are: records, then rows of a page, and with the
+        last one what says which of them count; None where all do."""
         place = self.map.find(key)
         layout = place.layout
         index = layout.index(key)
         page = None
         if index >= 0:
-            page = layout.pages[index] or self.fetch(layout, index)
-        return place.records_of(key), page, -1 if page is None else page.find(key)
+            page = self._page_at(layout, index)
+        view = self.view(place, layout.keys[index] if index >= 0 else None)
+        return place.records_of(key), page, -1 if page is None else page.find(key), view
 
-    def at(self, key: bytes, bucket: str, name: str, seq: int) -> Object | None:
-        """The newest version not above `seq`."""
+    def at(
+        self,
+        key: bytes,
+        bucket: str,
+        name: str,
+        seq: int,
+        reader: PlaceReader | None = None,
+        viewer: int = 0,
+    ) -> Object | None:
+        """The newest version not above `seq`, or what the transaction `viewer` has written itself: that has
+        the seq 0 and the time 0."""
         with self.lock:
-            records, page, row = self.versions(key)
-        for record in records:
-            if record[0] <= seq:
-                if is_deletion(record[1]):
-                    return None
-                return object_of(record, bucket, name, self._place_reader)
-        if page is None or row < 0:
+            records, page, row, view = self._versions(key)
+            is_limited = self.is_limited(seq)
+            if is_limited and view is None:
+                self.keeping.require_kept(key, records, page, row, seq)
+        if view is not None:
+            versions = list(seen(records, page, row, view, viewer=viewer))
+            if is_limited:
+                self.keeping.require_few(key, (each.seq for each in versions), seq)
+            for each in versions:
+                if each.is_own or each.seq <= seq:
+                    return self._object_seen(each, page, bucket, name, reader)
             return None
-        return self._row_of(page, page.version_at(key, seq), bucket, name)
+        return self._overlaid(key, records, page, bucket, name, seq, reader)
 
-    def newest_seq(self, key: bytes) -> int:
-        """The seq of the newest version of a key, deletions included; 0 where there is none, or only one
-        that everybody sees who may be reading."""
+    def newest_version(self, key: bytes, *, seq: int = format.SEQ_MAX, viewer: int = 0) -> PageVersion | None:
+        """The newest version not above `seq`, or of the viewer's own, as pages hold it, deletions included:
+        the seq of its frame, its own, time, flags, metadata, value or place."""
         with self.lock:
-            records, page, row = self.versions(key)
+            records, page, row, view = self._versions(key)
+        for each in seen(records, page, row, view or {}, viewer=viewer):
+            if each.is_own or each.seq <= seq:
+                return self.page_version_of(each, page)
+        return None
+
+    def page_version_of(self, each: Seen, page: Page | None) -> PageVersion:
+        """A version as a page has it once it is stamped."""
+        if each.record is not None:
+            frame_seq, _, time_us, flags, metadata, value = page_version(each.record, self.inline_bytes_max)
+        else:
+            assert page is not None
+            frame_seq, time_us, flags, metadata, value = page.row(each.row)
+        if each.time_us is not None:
+            time_us = each.time_us
+        return frame_seq, each.seq, time_us, flags & ~UNSTAMPED, metadata, value
+
+    def newest_seq(self, key: bytes, viewer: int = 0) -> int:
+        """The seq of the newest version of a key that is not the viewer's own, deletions included; 0 where
+        there is none, or only one that everybody sees who may be reading."""
+        with self.lock:
+            records, page, row, view = self._versions(key)
+        if view is not None:
+            others = (each.seq for each in seen(records, page, row, view, viewer=viewer) if not each.is_own)
+            return next(others, 0)
         if records:
-            return records[0][0]
+            return seq_of(records[0])
         return 0 if page is None or row < 0 else page.seqs[row]
 
-    def live_seq(self, key: bytes) -> int:
-        """The seq of the newest version of a key; 0 where there is none, or the key was deleted."""
+    def live_seq(self, key: bytes, *, seq: int = format.SEQ_MAX, viewer: int = 0) -> int:
+        """The seq of the newest version of a key, or of what the viewer sees; 0 where there is none, or the
+        key was deleted."""
         with self.lock:
-            records, page, row = self.versions(key)
-        if records:
-            return 0 if is_deletion(records[0][1]) else records[0][0]
-        if page is None or row < 0:
-            return 0
-        seq, _, flags, _, _ = page.row(row)
-        return 0 if flags & TOMBSTONE else seq
+            records, page, row, view = self._versions(key)
+        for each in seen(records, page, row, view or {}, viewer=viewer):
+            if each.is_own or each.seq <= seq:
+                return 0 if self._is_deletion(each, page) else each.seq
+        return 0
 
-    def changed_since(self, low: bytes, high: bytes, seq: int) -> bool:
-        """Whether a key from `low` to below `high` has a version above `seq`."""
+    def changed_since(self, low: bytes, high: bytes, seq: int, viewer: int = 0) -> bool:
+        """Whether a key from `low` to below `high` has a version above `seq` that is not the viewer's own."""
         position: bytes | None = low
         while position is not None:
             with self.lock:
                 start = position
                 place, page, end, position = self._interval(start, high)
-                if any(place.records_of(key)[0][0] > seq for key in place.changed_keys(start, end)):
+                view = self.view_of(place, start)
+                changed = place.changed_keys(start, end)
+                if view is None and any(seq_of(place.records_of(key)[0]) > seq for key in changed):
                     return True
-            if page is not None and page.seq > seq:
-                keys = page.keys
-                stop = len(keys) if end is None else bisect_left(keys, end)
-                if any(each > seq for each in page.seqs[bisect_left(keys, low) : stop]):
+            first, stop = (0, 0) if page is None else page.bounds(start, end)
+            if view is not None:
+                keys = set(changed) if page is None else {*changed, *page.keys[first:stop]}
+                if any(self.newest_seq(key, viewer) > seq for key in sorted(keys)):
                     return True
+            elif page is not None and page.seq > seq and any(each > seq for each in page.seqs[first:stop]):
+                return True
         return False
+
+    def view_of(self, place: Range, key: bytes) -> View | None:
+        """With the lock: the same for the page that this key belongs to."""
+        index = place.layout.index(key)
+        return self.view(place, place.layout.keys[index] if index >= 0 else None)
 
     # ------------------------------------------------------------------ scanning
 
-    def scan(self, bucket: str, low: bytes, high: bytes | None, at: int | None = None) -> Iterator[Object]:
+    def scan(
+        self,
+        bucket: str,
+        low: bytes,
+        high: bytes | None,
+        at: int | None = None,
+        reader: PlaceReader | None = None,
+        viewer: int = 0,
+    ) -> Iterator[Object]:
         """The live objects from `low` to below `high`, in order, as of `at` (which is pinned), else as they
-        are when the scan comes by."""
-        skip = 1 + len(bucket.encode())
+        are when the scan comes by; with what the transaction `viewer` has written."""
         seq = format.SEQ_MAX if at is None else at
+        return chain.from_iterable(self._scan_pages(bucket, low, high, seq, reader, viewer))
+
+    def _scan_pages(
+        self,
+        bucket: str,
+        low: bytes,
+        high: bytes | None,
+        seq: int,
+        reader: PlaceReader | None,
+        viewer: int,
+    ) -> Iterator[list[Object]]:
+        skip = 1 + len(bucket.encode())
         position: bytes | None = low
         while position is not None:
-            objects, position = self._scan_page(bucket, skip, position, high, seq)
-            yield from objects
+            objects, position = self._scan_page(bucket, skip, position, high, seq, reader, viewer)
+            yield objects
 
     def _scan_page(
-        self, bucket: str, skip: int, low: bytes, high: bytes | None, seq: int
+        self,
+        bucket: str,
+        skip: int,
+        low: bytes,
+        high: bytes | None,
+        seq: int,
+        reader: PlaceReader | None,
+        viewer: int,
     ) -> tuple[list[Object], bytes | None]:
         """The objects of the first page from `low` on, and where the next one begins."""
         with self.lock:
             place, page, end, following = self._interval(low, high)
             overlay = {key: place.records_of(key) for key in place.changed_keys(low, end)}
+            view = self.view_of(place, low)
+            is_limited = self.is_limited(seq)
+            if is_limited and view is None:
+                self._require_kept(page, low, end, overlay, seq)
+        if view is not None:
+            between = self.seen_between(page, low, end, overlay, view, viewer, seq if is_limited else None)
+            return self._objects_seen(between, page, bucket, skip, seq, reader), following
         if page is None:
             rows: list[Object] = []
         else:
-            rows = self._rows_between(page, bucket, skip, low, end, seq, overlay)
+            rows = self._rows_between(page, bucket, skip, low, end, seq, overlay, reader)
         if overlay:
             for key, records in overlay.items():
-                found = self._overlaid(key, records, page, bucket, key[skip:].decode(), seq)
+                found = self._overlaid(key, records, page, bucket, key[skip:].decode(), seq, reader)
                 if found is not None:
                     rows.append(found)
             rows.sort(key=_name)
         return rows, following
+
+    def require_readable(
+        self, page: Page | None, low: bytes, end: bytes, overlay: dict[bytes, list[Record]], seq: int
+    ) -> None:
+        """Raise VersionGone where a limit may have taken what these keys had at `seq`."""
+        if self.is_limited(seq):
+            self._require_kept(page, low, end, overlay, seq)
+
+    def _require_kept(
+        self,
+        page: Page | None,
+        low: bytes,
+        end: bytes | None,
+        overlay: dict[bytes, list[Record]],
+        seq: int,
+    ) -> None:
+        """Raise VersionGone where the limit may have taken what a key had at `seq`."""
+        for key, records in overlay.items():
+            self.keeping.require_kept(key, records, page, -1 if page is None else page.find(key), seq)
+        if page is not None:
+            self.keeping.require_rows_kept(page, *page.bounds(low, end), seq)
+
+    def seen_between(
+        self,
+        page: Page | None,
+        low: bytes,
+        high: bytes | None,
+        overlay: dict[bytes, list[Record]],
+        view: View,
+        viewer: int,
+        limited_seq: int | None,
+    ) -> Iterator[tuple[bytes, list[Seen]]]:
+        """Keys in order with what can be seen of them, where transactions have written."""
+        keys = set(overlay)
+        if page is not None:
+            start, stop = page.bounds(low, high)
+            keys.update(page.keys[start:stop])
+        for key in sorted(keys):
+            row = -1 if page is None else page.find(key)
+            versions = list(seen(overlay.get(key, ()), page, row, view, viewer=viewer))
+            if limited_seq is not None:
+                self.keeping.require_few(key, (each.seq for each in versions), limited_seq)
+            yield key, versions
+
+    def _objects_seen(
+        self,
+        between: Iterator[tuple[bytes, list[Seen]]],
+        page: Page | None,
+        bucket: str,
+        skip: int,
+        seq: int,
+        reader: PlaceReader | None,
+    ) -> list[Object]:
+        objects = []
+        for key, versions in between:
+            each = next((each for each in versions if each.is_own or each.seq <= seq), None)
+            # The key of a page's placeholder may be no text.
+            if each is not None and not self._is_deletion(each, page):
+                found = self._object_seen(each, page, bucket, key[skip:].decode(), reader)
+                assert found is not None
+                objects.append(found)
+        return objects
+
+    def _is_deletion(self, each: Seen, page: Page | None) -> bool:
+        if each.record is not None:
+            return is_deletion(each.record)
+        assert page is not None
+        return page.flags[each.row] & TOMBSTONE != 0
 
     def _interval(
         self, low: bytes, high: bytes | None
@@ -445,18 +913,25 @@ class State:
             following = end
         page = None
         if index >= 0:
-            page = layout.pages[index] or self.fetch(layout, index)
+            page = self._page_at(layout, index)
         return place, page, end, following
 
     def _overlaid(
-        self, key: bytes, records: list[Record], page: Page | None, bucket: str, name: str, seq: int
+        self,
+        key: bytes,
+        records: list[Record],
+        page: Page | None,
+        bucket: str,
+        name: str,
+        seq: int,
+        reader: PlaceReader | None,
     ) -> Object | None:
         for record in records:
-            if record[0] <= seq:
-                if is_deletion(record[1]):
+            if seq_of(record) <= seq:
+                if is_deletion(record):
                     return None
-                return object_of(record, bucket, name, self._place_reader)
-        return None if page is None else self._row_of(page, page.version_at(key, seq), bucket, name)
+                return object_of(record, bucket, name, reader or self._place_reader)
+        return None if page is None else self._row_of(page, page.version_at(key, seq), bucket, name, reader)
 
     def _rows_between(
         self,
@@ -467,33 +942,26 @@ class State:
         high: bytes | None,
         seq: int,
         overlay: dict[bytes, list[Record]],
+        reader: PlaceReader | None,
     ) -> list[Object]:
-        keys = page.keys
-        start = bisect_left(keys, low)
-        stop = bisect_left(keys, high) if high is not None else len(keys)
+        start, stop = page.bounds(low, high)
         if not overlay and page.is_plain and page.seq <= seq:
             # The common case: each key has one version, which is a value.
-            columns = zip(
-                repeat(bucket),
-                [key[skip:].decode() for key in keys[start:stop]],
-                page.values[start:stop],
-                repeat(None),
-                page.seqs[start:stop],
-                page.times[start:stop],
-                strict=False,
-            )
+            names, values, seqs, times = page.plain_rows(start, stop, skip)
+            columns = zip(repeat(bucket), names, values, repeat(None), seqs, times, strict=False)
             return list(map(_new, repeat(Object), columns))
         rows = []
         row = start
+        keys, seqs, flags = page.keys, page.seqs, page.flags
         while row < stop:
             key = keys[row]
-            after = row + page.versions(row)
+            after = bisect_right(keys, key, row)
             if key not in overlay:
-                while row < after and page.seqs[row] > seq:
+                while row < after and seqs[row] > seq:
                     row += 1
                 # The key of a page's placeholder may be no text, so it is decoded for those that live only.
-                if row < after and not page.flags[row] & TOMBSTONE:
-                    found = self._row_of(page, row, bucket, key[skip:].decode())
+                if row < after and not flags[row] & TOMBSTONE:
+                    found = self._row_of(page, row, bucket, key[skip:].decode(), reader)
                     assert found is not None
                     rows.append(found)
             row = after
@@ -502,6 +970,10 @@ class State:
 
 # Text is ordered as its UTF-8 is.
 _name = attrgetter("key")
+
+
+def _never(seq: int) -> bool:
+    return False
 
 
 def _nowhere(seq: int) -> tuple[int, int]:

@@ -563,6 +563,13 @@ class SegmentStore:
             return self.segments[0].header.seq_before
         return self.current.header.seq_before if self.current is not None else 0
 
+    @property
+    def time_before_first(self) -> int:
+        """The time of the entry before the lowest that the directory holds; 0 where there is none."""
+        if self.segments:
+            return self.segments[0].header.time_before_us
+        return self.current.header.time_before_us if self.current is not None else 0
+
     def path_from(self, seq_first: int) -> str | None:
         """Where the segment that begins with `seq_first` is."""
         index = bisect_left(self.segments, seq_first, key=_seq_first)
@@ -570,6 +577,12 @@ class SegmentStore:
             return self.segments[index].path
         current = self.current
         return self.path if current is not None and current.header.seq_first == seq_first else None
+
+    def is_sealed(self, seq_first: int) -> bool:
+        """Whether the segment that begins with `seq_first` has its footer."""
+        index = bisect_left(self.segments, seq_first, key=_seq_first)
+        segments = self.segments[index : index + 1]
+        return any(each.seq_first == seq_first and each.sealed for each in segments)
 
     def path_of(self, segment: Segment | CurrentSegment) -> str:
         return segment.path if isinstance(segment, Segment) else self.path

@@ -10,6 +10,8 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures._base import FINISHED, RUNNING
+from typing import Any
 
 from lowwater.errors import LowwaterError
 
@@ -17,26 +19,88 @@ from lowwater.errors import LowwaterError
 RoomWaiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
+# Held while a future resolves, or while a thread makes sure that it has not, for less than a microsecond.
+_resolving = threading.Lock()
+
+
+class AppendFuture(Future[int]):
+    """The standard library's future at a third of its cost: it has a condition only once somebody asks for
+    more than `done()` and `result()`. It cannot be cancelled: what is queued will be written."""
+
+    # What the standard library's has of its own, each time that one is made.
+    _state = RUNNING
+    _result: int | None = None
+    _exception: BaseException | None = None
+    _sleepers: tuple[threading.Lock, ...] = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        """What goes with a condition, when somebody asks for it first."""
+        if name not in ("_condition", "_waiters", "_done_callbacks"):
+            raise AttributeError(name)
+        with _resolving:
+            mine = self.__dict__
+            if "_condition" not in mine:
+                mine["_waiters"], mine["_done_callbacks"] = [], []
+                mine["_condition"] = threading.Condition()
+            return mine[name]
+
+    def done(self) -> bool:
+        return self._state == FINISHED
+
+    def result(self, timeout: float | None = None) -> int:
+        if self._state != FINISHED and timeout is None:
+            with _resolving:
+                asleep = self._state != FINISHED
+                if asleep:
+                    sleeper = threading.Lock()
+                    sleeper.acquire()
+                    self._sleepers = (*self._sleepers, sleeper)
+            if asleep:
+                sleeper.acquire()
+        if self._state == FINISHED and self._exception is None:
+            assert self._result is not None
+            return self._result
+        return super().result(timeout)
+
+    def resolve(self, result: int | None, error: LowwaterError | None) -> None:
+        """Harmless when an interrupt had it done by half and it is done again."""
+        with _resolving:
+            if "_condition" not in self.__dict__:
+                self._result, self._exception = result, error
+                self._state = FINISHED
+        if self._state != FINISHED:
+            if error is None:
+                assert result is not None
+                self.set_result(result)
+            else:
+                self.set_exception(error)
+            with _resolving:
+                pass  # who found it unresolved is among the sleepers now
+        for sleeper in self._sleepers:
+            if sleeper.locked():
+                sleeper.release()
+
+
 class Ticket:
     """One append on its way to the disk, and who waits for it."""
 
-    __slots__ = (
-        "done", "error", "future", "leads", "loop", "promoted", "seq_last", "started_s", "turn", "waiter",
-    )  # fmt: skip
+    seq_last = 0
+    done = False
+    error: LowwaterError | None = None
+    # The lead was given to this append's thread; its thread has taken it up.
+    promoted = False
+    leads = False
+    # One of the three: a thread waits for `turn`, a future, or a coroutine's future in `loop`.
+    turn: threading.Lock | None = None
+    future: AppendFuture | None = None
+    waiter: asyncio.Future[int] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, started_s: float) -> None:
-        self.seq_last = 0
         self.started_s = started_s
-        self.done = False
-        self.error: LowwaterError | None = None
-        # The lead was given to this append's thread; its thread has taken it up.
-        self.promoted = False
-        self.leads = False
-        # One of the three: a thread waits for `turn`, a future, or a coroutine's future in `loop`.
-        self.turn: threading.Lock | None = None
-        self.future: Future[int] | None = None
-        self.waiter: asyncio.Future[int] | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
 
 
 def settle(tickets: Sequence[Ticket], error: LowwaterError | None, futures: list[Ticket]) -> None:
@@ -88,12 +152,7 @@ def resolve_futures(tickets: Sequence[Ticket]) -> None:
         future = ticket.future
         assert future is not None
         try:
-            if future.done():
-                continue
-            if ticket.error is None:
-                future.set_result(ticket.seq_last)
-            else:
-                future.set_exception(again(ticket.error))
+            future.resolve(ticket.seq_last, ticket.error and again(ticket.error))
         except BaseException as error:  # noqa: BLE001 — raised again below
             interrupt = error
     if interrupt is not None:

@@ -2,8 +2,9 @@
 
 Always true:
   - a transaction reads the state as of its snapshot and its own writes on top, whatever others do;
-  - nothing of it is in the log, or seen by others, before its commit, which is one atomic group: so an abort
-    has nothing to undo, after a crash neither;
+  - nothing of it is seen by others before its commit. While it is small, nothing of it is in the log either:
+    its commit is one atomic group, and an abort has nothing to undo. What it writes beyond that goes to the
+    log before (`spill.py`), and its commit is an entry;
   - the first to commit wins: a commit is refused when a key that it writes has a version newer than the
     snapshot, and with `serializable` also when a key or range that it has read has one. That is decided in
     the moment of the commit; locks only make it rare;
@@ -19,9 +20,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from lowwater.engine import format
-from lowwater.engine.entries import Delete, Put
+from lowwater.engine.decide import TXN_BYTES_MAX, TXN_ENTRIES_MAX
+from lowwater.engine.entries import Delete, Put, as_bytes
 from lowwater.engine.pages import after_prefix, encode_key
 from lowwater.engine.records import Object
+from lowwater.engine.spill import Spill
 from lowwater.errors import Conflict, InputError, LimitExceeded, NotFound, TransactionEnded
 
 if TYPE_CHECKING:
@@ -29,20 +32,25 @@ if TYPE_CHECKING:
 
 Isolation = Literal["snapshot", "serializable"]
 
-# A commit is one group, and a group fits into a batch. Each entry has its frame around it.
-BYTES_MAX = format.BATCH_BYTES_MAX - 2**20
+# Up to here, or to a quarter of the pool, a transaction is in memory, and its commit one group, which fits
+# into a batch. Then it goes to the log, piece by piece. Each entry has its frame around it.
+SPILL_ABOVE_BYTES = 8 * 2**20
+PIECE_BYTES = 2**20
 ENTRY_OVERHEAD_BYTES = 100
 READ_RANGES_MAX = 10_000
+READ_KEYS_MAX = 1_000_000
+# Locks only make refusals rare, and are in memory: a very large transaction goes on without.
+LOCKS_MAX = 100_000
 
 
 class Savepoint:
     """Where to go back to within a transaction."""
 
-    __slots__ = ("_locks", "_transaction", "_undo_count")
+    __slots__ = ("_locks", "_transaction", "_write_count")
 
-    def __init__(self, transaction: Transaction, undo_count: int, locks: int) -> None:
+    def __init__(self, transaction: Transaction, write_count: int, locks: int) -> None:
         self._transaction = transaction
-        self._undo_count = undo_count
+        self._write_count = write_count
         self._locks = locks
 
 
@@ -59,77 +67,95 @@ class Transaction:
         self._thread = threading.get_ident()
         self._writes: dict[bytes, Put | Delete] = {}
         self._written_keys: list[bytes] = []  # those of `_writes`, in order
-        # What each write replaced, for going back to a savepoint.
-        self._undo: list[tuple[bytes, Put | Delete | None]] = []
-        self._bytes = 0
-        self._read_keys: set[bytes] = set()
+        # Each write that is not in the log, with what it replaced, for going back to a savepoint.
+        self._undo: list[tuple[bytes, Put | Delete, Put | Delete | None]] = []
+        self._bytes = 0  # of those
+        self._all_bytes = 0
+        self._bytes_max = min(SPILL_ABOVE_BYTES, database.options.pool_bytes_max // 4)
+        self._read_keys: dict[bytes, None] = {}  # in the order of reading
         self._read_ranges: list[tuple[str, bytes, bytes]] = []
         self._ended = False
         self.seq: int | None = None
         self.snapshot_seq = database._pin(None)
+        self._spill = Spill(database, self.snapshot_seq)
 
     # ------------------------------------------------------------------ reading
 
     def get(self, bucket: str, key: str) -> Object:
         """What the key holds for this transaction. Raises NotFound."""
         self._require_use()
-        encoded = self._encode(bucket, key)
+        # A bucket that somebody has deleted since is still there for this transaction.
+        encoded = encode_key(
+            format.encode_name(bucket, "bucket", format.BUCKET_BYTES_MAX),
+            format.encode_name(key, "key", format.KEY_BYTES_MAX),
+        )
         own = self._writes.get(encoded)
         found = _as_object(own) if own is not None else self._read(encoded, bucket, key)
         if found is None:
+            self._database._prefix(bucket)
             raise NotFound(f"there is no {key!r} in the bucket {bucket!r}")
         return found
 
     def _read(self, encoded: bytes, bucket: str, key: str) -> Object | None:
         if self._isolation == "serializable":
-            self._read_keys.add(encoded)
-        return self._database._state.at(encoded, bucket, key, self.snapshot_seq)
+            if len(self._read_keys) == READ_KEYS_MAX:
+                raise LimitExceeded("a serializable transaction has read too many keys", hint="divide it")
+            self._read_keys[encoded] = None
+        return self._database._state.at(encoded, bucket, key, self.snapshot_seq, viewer=self._spill.txn)
 
     def scan(self, bucket: str, prefix: str = "") -> Iterator[Object]:
         """The objects of a bucket as this transaction sees them, in order. Its own writes while the scan
         runs may or may not be among them."""
         self._require_use()
-        low = encode_key(bucket.encode(), format.encode_name(prefix, "prefix", 1024, empty_allowed=True))
+        low = encode_key(
+            format.encode_name(bucket, "bucket", format.BUCKET_BYTES_MAX),
+            format.encode_name(prefix, "prefix", format.KEY_BYTES_MAX, empty_allowed=True),
+        )
         high = after_prefix(low)
         if self._isolation == "serializable":
             if len(self._read_ranges) == READ_RANGES_MAX:
                 raise LimitExceeded("a serializable transaction has scanned too often", hint="divide it")
             self._read_ranges.append((bucket, low, high))
-        return self._merge(bucket, low, high)
+        return self._while_open(self._merge(bucket, low, high))
+
+    def _while_open(self, found: Iterator[Object]) -> Iterator[Object]:
+        """Nobody keeps the versions of a transaction that has ended."""
+        self._require_use()
+        for each in found:
+            yield each
+            self._require_use()
 
     def _merge(self, bucket: str, low: bytes, high: bytes) -> Iterator[Object]:
         own_keys = self._written_keys[
             bisect_left(self._written_keys, low) : bisect_left(self._written_keys, high)
         ]
-        own = iter(own_keys)
-        next_own = next(own, None)
+        # They may go to the log while the scan runs, where it has come by already.
+        own = iter([(key, self._writes[key]) for key in own_keys])
+        end = (high, None)
+        own_key, entry = next(own, end)
         skip = 1 + len(bucket.encode())
-        for found in self._database._state.scan(bucket, low, high, self.snapshot_seq):
+        state = self._database._state
+        for found in state.scan(bucket, low, high, self.snapshot_seq, viewer=self._spill.txn):
             encoded = low[:skip] + found.key.encode()
-            while next_own is not None and next_own < encoded:
-                if (mine := self._own(next_own)) is not None:
+            while own_key < encoded:
+                if entry is not None and (mine := _as_object(entry)) is not None:
                     yield mine
-                next_own = next(own, None)
-            if next_own == encoded:
-                if (mine := self._own(next_own)) is not None:
-                    yield mine
-                next_own = next(own, None)
-            else:
+                own_key, entry = next(own, end)
+            if own_key != encoded:
                 yield found
-        while next_own is not None:
-            if (mine := self._own(next_own)) is not None:
+        while entry is not None:
+            if (mine := _as_object(entry)) is not None:
                 yield mine
-            next_own = next(own, None)
-
-    def _own(self, encoded: bytes) -> Object | None:
-        entry = self._writes.get(encoded)
-        return None if entry is None else _as_object(entry)
+            own_key, entry = next(own, end)
 
     # ------------------------------------------------------------------ writing
 
     def put(self, bucket: str, key: str, value: bytes, metadata: Mapping[str, str] | None = None) -> None:
         """Store a value, when the transaction commits."""
-        entry = Put(bucket, key, value if type(value) is bytes else bytes(value), metadata)
+        # Both are the caller's, who may change them before the commit.
+        entry = Put(
+            bucket, key, as_bytes(value), dict(metadata) if isinstance(metadata, Mapping) else metadata
+        )
         self._write(entry, len(entry.encode(0)))
 
     def delete(self, bucket: str, key: str) -> None:
@@ -142,34 +168,57 @@ class Transaction:
         self._require_use()
         encoded = self._encode(entry.bucket, entry.key)
         size += ENTRY_OVERHEAD_BYTES
-        if self._bytes + size > BYTES_MAX:
+        if self._all_bytes + size > TXN_BYTES_MAX or self._write_count == TXN_ENTRIES_MAX:
             raise LimitExceeded(
-                f"a transaction writes at most {BYTES_MAX:,} bytes", hint="commit, and go on in another one"
+                f"a transaction writes at most {TXN_BYTES_MAX:,} bytes and {TXN_ENTRIES_MAX:,} entries",
+                hint="commit, and go on in another one",
             )
-        locks = self._database._locks
-        locks.acquire(self, (entry.bucket, entry.key), "X", timeout_s=self._lock_timeout_s)
+        if self._write_count < LOCKS_MAX:
+            locks = self._database._locks
+            locks.acquire(self, (entry.bucket, entry.key), "X", timeout_s=self._lock_timeout_s)
         # A key that somebody has written since the snapshot dooms the commit: better told now.
         self._require_unchanged(encoded)
-        self._undo.append((encoded, self._writes.get(encoded)))
+        self._undo.append((encoded, entry, self._writes.get(encoded)))
         if encoded not in self._writes:
             insort(self._written_keys, encoded)
         self._writes[encoded] = entry
         self._bytes += size
+        self._all_bytes += size
+        if self._bytes > (min(PIECE_BYTES, self._bytes_max) if self._spill.txn else self._bytes_max):
+            self._spill_writes()
+
+    @property
+    def _write_count(self) -> int:
+        """How many writes there were that were not taken back."""
+        return self._spill.count + len(self._undo)
+
+    def _spill_writes(self) -> None:
+        """Put what was written into the log, all of it in its order: savepoints lie between."""
+        if self._undo:
+            self._spill.write([entry for _, entry, _ in self._undo])
+            self._forget_writes()
+
+    def _forget_writes(self) -> None:
+        self._writes, self._written_keys, self._undo, self._bytes = {}, [], [], 0
 
     def savepoint(self) -> Savepoint:
         """A place to go back to with `rollback_to`."""
         self._require_use()
-        return Savepoint(self, len(self._undo), self._database._locks.savepoint(self))
+        return Savepoint(self, self._write_count, self._database._locks.savepoint(self))
 
     def rollback_to(self, savepoint: Savepoint) -> None:
         """Take back what was written since the savepoint, which stays where it is."""
         self._require_use()
-        if savepoint._transaction is not self:
+        if not isinstance(savepoint, Savepoint) or savepoint._transaction is not self:
             raise InputError("this savepoint belongs to another transaction")
-        if savepoint._undo_count > len(self._undo):
+        count = savepoint._write_count
+        if count > self._write_count:
             raise InputError("this savepoint was taken back by a roll-back to an earlier one")
-        while len(self._undo) > savepoint._undo_count:
-            encoded, before = self._undo.pop()
+        if count < self._spill.count:
+            self._spill.roll_back(count)
+            self._forget_writes()
+        while self._write_count > count:
+            encoded, _, before = self._undo.pop()
             if before is None:
                 del self._writes[encoded]
                 del self._written_keys[bisect_left(self._written_keys, encoded)]
@@ -183,14 +232,19 @@ class Transaction:
         """Have all writes take effect, and return their seq; None where there were none. Raises Conflict,
         and has no effect, where somebody else was first."""
         self._require_use()
+        committed = False
         try:
-            if self._writes or self._isolation == "serializable":
+            if self._spill.txn:
+                self._spill_writes()
+                self.seq = self._spill.commit(self._decide)
+            elif self._writes or self._isolation == "serializable":
                 self.seq = self._database._commit_transaction(
                     [self._writes[key] for key in self._written_keys], self._decide
                 )
+            committed = True
             return self.seq
         finally:
-            self._end()
+            self._end(committed=committed)
 
     def abort(self) -> None:
         """End it without effect."""
@@ -198,29 +252,39 @@ class Transaction:
         self._end()
 
     def _decide(self) -> None:
-        """With the state's lock: raise Conflict unless the transaction can take effect now."""
+        """With the state's lock: raise Conflict unless the transaction can take effect now. What is in the
+        log already was decided when it got there, and who came between has doomed it."""
         for encoded in self._writes:
             self._require_unchanged(encoded)
         for encoded in self._read_keys:
             self._require_unchanged(encoded)
         state = self._database._state
         for bucket, low, high in self._read_ranges:
-            if state.changed_since(low, high, self.snapshot_seq):
+            if state.changed_since(low, high, self.snapshot_seq, self._spill.txn):
+                self._database.measured.conflicts += 1
                 raise Conflict(f"keys of the bucket {bucket!r} have changed since they were read")
 
     def _require_unchanged(self, encoded: bytes) -> None:
-        newest = self._database._state.newest_seq(encoded)
+        newest = self._database._state.newest_seq(encoded, self._spill.txn)
         if newest > self.snapshot_seq:
+            self._database.measured.conflicts += 1
             raise Conflict(
                 "a key was written since this transaction began", seq=newest, path=self._database.directory
             )
 
-    def _end(self) -> None:
+    def _end(self, *, committed: bool = False) -> None:
         if self._ended:
             return
         self._ended = True
-        self._database._state.unpin(self.snapshot_seq)
-        self._database._locks.release_all(self)
+        if committed:
+            self._database.measured.transactions_committed += 1
+        else:
+            self._database.measured.transactions_aborted += 1
+        try:
+            self._spill.end()
+        finally:
+            self._database._state.unpin(self.snapshot_seq)
+            self._database._locks.release_all(self)
 
     # ------------------------------------------------------------------ using it
 

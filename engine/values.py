@@ -1,14 +1,19 @@
 """Large values, read from the log where they were written.
 
-Always true: a value is returned only after its frame's checksum was compared; it is read from a file of the
-log directory that is looked up by the segment's first seq, whatever that file is called by now.
+Always true:
+  - a value is returned only after its frame's checksum was compared, and a part of one after the blocks
+    around it were hashed; in a segment that has no footer yet its whole frame is compared;
+  - it is read from a file of the log directory that is looked up by the segment's first seq, whatever that
+    file is called by now.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
@@ -17,24 +22,35 @@ from lowwater.engine.format import SegmentHeader
 from lowwater.engine.log import Log
 from lowwater.engine.records import VALUE_PLACE
 from lowwater.engine.seams import File, Files
+from lowwater.engine.verified import VerifiedBlocks
 from lowwater.engine.walk import steady_names
 from lowwater.errors import Corrupt, NotFound
 
 OPEN_FILES_MAX = 32
 
+
+class OpenedSegment(NamedTuple):
+    """A segment's file, and whether it has its footer."""
+
+    file: File
+    sealed: bool
+
+
 # Opens the segment with this first seq; None where it is not.
-OpenSegment = Callable[[int], File | None]
+OpenSegment = Callable[[int], OpenedSegment | None]
 
 
 def segments_of(log: Log, files: Files) -> OpenSegment:
     """The segments of a log that is open here."""
 
-    def open_segment(seq_first: int) -> File | None:
+    def open_segment(seq_first: int) -> OpenedSegment | None:
         wal = log.wal
         with wal.lock:
             # Renaming happens under the lock, and an open file stays what it is.
             path = wal.store.path_from(seq_first)
-            return None if path is None else files.open(path)
+            if path is None:
+                return None
+            return OpenedSegment(files.open(path), wal.store.is_sealed(seq_first))
 
     return open_segment
 
@@ -42,12 +58,12 @@ def segments_of(log: Log, files: Files) -> OpenSegment:
 def segments_in(files: Files, directory: str) -> OpenSegment:
     """The segments of a log directory that somebody else may have open."""
 
-    def open_segment(seq_first: int) -> File | None:
+    def open_segment(seq_first: int) -> OpenedSegment | None:
         with typed_errors(directory, "read the log"):
             names = steady_names(files, directory)
-            for first, _, _, name in names.numbered:
+            for first, _, sealed, name in names.numbered:
                 if first == seq_first:
-                    return files.open(f"{directory}/{name}")
+                    return OpenedSegment(files.open(f"{directory}/{name}"), sealed)
             if not names.has_current:
                 return None
             file = files.open(f"{directory}/{CURRENT}")
@@ -57,7 +73,7 @@ def segments_in(files: Files, directory: str) -> OpenSegment:
                 file.close()
                 raise
             if header.seq_first == seq_first:
-                return file
+                return OpenedSegment(file, sealed=False)
             file.close()
             return None
 
@@ -65,47 +81,92 @@ def segments_in(files: Files, directory: str) -> OpenSegment:
 
 
 class ValueReader:
-    def __init__(self, open_segment: OpenSegment) -> None:
+    def __init__(self, open_segment: OpenSegment, directory: str) -> None:
         self._open_segment = open_segment
-        self._open: OrderedDict[int, File] = OrderedDict()
+        self._directory = directory
+        self._open: OrderedDict[int, OpenedSegment] = OrderedDict()
+        self._blocks: dict[int, VerifiedBlocks] = {}  # of the open ones that parts were read of
         self._lock = threading.Lock()
+
+    @contextmanager
+    def _reading(self) -> Generator[None, None, None]:
+        """With the lock. NotFound is for keys: a segment that is not found is damage."""
+        try:
+            with typed_errors(self._directory, "read a large value"), self._lock:
+                yield
+        except NotFound as error:
+            raise Corrupt(error.message, path=error.path) from error
 
     def read(self, place: bytes) -> bytes:
         """The value that lies there."""
         segment_first, offset, length, _ = VALUE_PLACE.unpack(place)
-        with self._lock:
-            file = self._file(segment_first)
-            head = file.read_at(offset, format.FRAME_BYTES)
-            if len(head) < format.FRAME_BYTES:
-                raise Corrupt("the log ends before a value that it holds", offset=offset)
-            _, payload_bytes, checksum = format.FRAME.unpack(head)
-            payload = file.read_at(offset + format.FRAME_BYTES, payload_bytes)
+        with self._reading():
+            return self._whole(self._segment(segment_first).file, offset, length)
+
+    def read_range(self, place: bytes, start: int, stop: int) -> bytes:
+        """The bytes from `start` to below `stop` of the value that lies there."""
+        segment_first, offset, length, _ = VALUE_PLACE.unpack(place)
+        assert 0 <= start <= stop <= length
+        with self._reading():
+            blocks = self._blocks_of(segment_first)
+            if blocks is None:
+                return self._whole(self._segment(segment_first).file, offset, length)[start:stop]
+            _, payload_bytes, _ = format.FRAME.unpack(blocks.read(offset, offset + format.FRAME_BYTES))
+            value_at = offset + format.FRAME_BYTES + payload_bytes - length
+            return blocks.read(value_at + start, value_at + stop)
+
+    @staticmethod
+    def _whole(file: File, offset: int, length: int) -> bytes:
+        head = file.read_at(offset, format.FRAME_BYTES)
+        if len(head) < format.FRAME_BYTES:
+            raise Corrupt("the log ends before a value that it holds", offset=offset)
+        _, payload_bytes, checksum = format.FRAME.unpack(head)
+        payload = file.read_at(offset + format.FRAME_BYTES, payload_bytes)
         if crc32(payload, crc32(head[:12])) != checksum or length > len(payload):
             raise Corrupt("the frame of a value does not match its checksum", offset=offset)
         return payload[len(payload) - length :]
 
+    def _blocks_of(self, segment_first: int) -> VerifiedBlocks | None:
+        """With the lock: None where the segment has no footer yet."""
+        found = self._blocks.get(segment_first)
+        if found is not None:
+            return found
+        if not self._segment(segment_first).sealed:
+            # It may have been sealed since it was opened.
+            self._forget(segment_first)
+        segment = self._segment(segment_first)
+        if not segment.sealed:
+            return None
+        found = self._blocks[segment_first] = VerifiedBlocks(segment.file)
+        return found
+
     def frame_seq(self, place: bytes) -> int:
         """The seq of the frame that holds a value."""
         segment_first, offset, _, _ = VALUE_PLACE.unpack(place)
-        with self._lock:
-            head = self._file(segment_first).read_at(offset, format.FRAME_BYTES)
+        with self._reading():
+            head = self._segment(segment_first).file.read_at(offset, format.FRAME_BYTES)
+            if len(head) < format.FRAME_BYTES:
+                raise Corrupt("the log ends before a value that it holds", offset=offset)
         return int(format.FRAME.unpack(head)[0])
 
-    def _file(self, segment_first: int) -> File:
-        file = self._open.get(segment_first)
-        if file is not None:
+    def _segment(self, segment_first: int) -> OpenedSegment:
+        found = self._open.get(segment_first)
+        if found is not None:
             self._open.move_to_end(segment_first)
-            return file
-        file = self._open_segment(segment_first)
-        if file is None:
-            raise NotFound(f"the segment from {segment_first} on, with a large value, is not here")
-        self._open[segment_first] = file
+            return found
+        found = self._open_segment(segment_first)
+        if found is None:
+            raise Corrupt(f"the segment from {segment_first} on, with a large value, is not here")
+        self._open[segment_first] = found
         if len(self._open) > OPEN_FILES_MAX:
-            self._open.popitem(last=False)[1].close()
-        return file
+            self._forget(next(iter(self._open)))
+        return found
+
+    def _forget(self, segment_first: int) -> None:
+        self._blocks.pop(segment_first, None)
+        self._open.pop(segment_first).file.close()
 
     def close(self) -> None:
         with self._lock:
-            for file in self._open.values():
-                file.close()
-            self._open.clear()
+            for segment_first in list(self._open):
+                self._forget(segment_first)

@@ -38,6 +38,7 @@ from lowwater.engine.ring import Chunk, Ring
 from lowwater.engine.seams import Clock, File, Files, Runner, SyncMode
 from lowwater.engine.store import SegmentStore
 from lowwater.engine.tickets import (
+    AppendFuture,
     RoomWaiter,
     Ticket,
     again,
@@ -154,7 +155,7 @@ class Wal:
                 files.make_directory(directory)
             except FileExistsError as error:
                 raise NotADirectoryError(errno.ENOTDIR, "a file is there") from error
-        self._lock_file = _lock_directory(files, directory, owner)
+        self._lock_file = lock_directory(files, directory, owner)
         try:
             recovered = inspect_directory(files, directory, durable_seq=durable_seq)
             self._chain = recovered.chain
@@ -308,9 +309,7 @@ class Wal:
         the queue is full."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
-        future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # what is queued will be written: it cannot be cancelled
-        ticket.future = future
+        future = ticket.future = AppendFuture()
         with self.lock:
             self._enqueue(build, ticket, timeout_s)
             wake = self._claim_for_writer()
@@ -378,7 +377,9 @@ class Wal:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
         while True:
-            self._wait_for_room(room_needed, timeout_s, blocking=ticket is None or ticket.loop is None)
+            full = self._queued_bytes and self._queued_bytes + room_needed > self.options.queue_bytes_max
+            if full or self._failure is not None or self._closing or self._ended:
+                self._wait_for_room(room_needed, timeout_s, blocking=ticket is None or ticket.loop is None)
             try:
                 seqs, payloads = build(self._chain)
                 sizes = list(map(len, payloads))
@@ -442,7 +443,8 @@ class Wal:
             before = seq
 
     def _wait_for_room(self, needed: int, timeout_s: float | None, *, blocking: bool) -> None:
-        """With the lock held: return once `needed` bytes fit into the queue, or it is empty."""
+        """With the lock held: return once `needed` bytes fit into the queue, or it is empty. Raises where
+        nothing is taken any more."""
         deadline_s = None if timeout_s is None else self.clock.monotonic() + timeout_s
         while True:
             self._require_open()
@@ -742,7 +744,8 @@ def _queue_bytes(pieces: Sequence[Piece]) -> int:
     return sum(len(piece.data) for piece in pieces) + APPEND_OVERHEAD_BYTES * appends
 
 
-def _lock_directory(files: Files, directory: str, owner: str) -> File:
+def lock_directory(files: Files, directory: str, owner: str) -> File:
+    """Be the only one to write there until this is closed. Raises DirectoryLocked."""
     path = f"{directory}/{LOCK}"
     with typed_errors(path, "lock the log directory"):
         try:

@@ -51,6 +51,8 @@ KINDS = {
 CONTROL = "create fork settings horizon pin unpin prune noop seal segment_shipped checkpoint"
 CONTROL += " checkpoint_shipped compacted released"
 KINDS |= {32 + n: (name, False, False) for n, name in enumerate(CONTROL.split())}
+SESSIONS = "session_open session_keep session_close"
+KINDS |= {80 + n: (name, False, False) for n, name in enumerate(SESSIONS.split())}
 CODES = {name: code for code, (name, _, _) in KINDS.items()}
 
 TXN, GROUP, SESSION, REQUEST_HASH, STREAM_OFFSET, BEFORE, REFUSED, VALUE_REF = 1, 2, 4, 8, 16, 32, 256, 512

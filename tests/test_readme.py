@@ -11,16 +11,17 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 def test_the_readme_has_its_twenty_lines() -> None:
     """A README without an example would make the next test pass for nothing."""
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 @pytest.mark.parametrize(
     ("block", "shown", "hidden"),
     [
         (BLOCKS[0], "['2026/'] b'1000'\n2026/99.jpg", "cat.jpg"),
-        (BLOCKS[1], "999.jpg", "1001.jpg"),
+        (BLOCKS[1], "b'200'\nb'2'", "100"),
+        (BLOCKS[2], "999.jpg", "1001.jpg"),
     ],
-    ids=["database", "log"],
+    ids=["database", "sessions", "log"],
 )
 def test_the_lines_of_the_readme_run(
     block: str,

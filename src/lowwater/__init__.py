@@ -13,21 +13,40 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from lowwater import errors
-from lowwater.engine.chain import Create
+from lowwater.engine.chain import Create, checkpoint_entry
 from lowwater.engine.check import Finding
+from lowwater.engine.checkpoints import CheckpointRow, read_checkpoint
 from lowwater.engine.database import Database
 from lowwater.engine.decide import Refusal
 from lowwater.engine.engine import Engine
-from lowwater.engine.entries import Copy, CreateBucket, Delete, DeleteBucket, Entry, Put, Write
+from lowwater.engine.entries import (
+    Abort,
+    Begin,
+    Commit,
+    Copy,
+    CreateBucket,
+    Delete,
+    DeleteBucket,
+    Entry,
+    Put,
+    Write,
+)
+from lowwater.engine.keeping import Snapshot
 from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.opening import open_embedded as open
 from lowwater.engine.orchestrator import Orchestrator, Outcome, StorageEngine
 from lowwater.engine.records import Head, Marks, Object, Page
+from lowwater.engine.session import Session
+from lowwater.engine.sessions import RequestId
 from lowwater.engine.transactions import Savepoint, Transaction
 
 __version__ = version("lowwater")
 
 __all__ = [
+    "Abort",
+    "Begin",
+    "CheckpointRow",
+    "Commit",
     "Copy",
     "Create",
     "CreateBucket",
@@ -47,11 +66,16 @@ __all__ = [
     "Page",
     "Put",
     "Refusal",
+    "RequestId",
     "Savepoint",
+    "Session",
+    "Snapshot",
     "StorageEngine",
     "Transaction",
     "Write",
     "__version__",
+    "checkpoint_entry",
     "errors",
     "open",
+    "read_checkpoint",
 ]

@@ -62,6 +62,11 @@ def parse_bytes(value: object) -> int:
     return _parse(value, BYTES_PER_UNIT, "B", "64 MiB")
 
 
+def parse_optional_bytes(value: object) -> int | None:
+    """The same, and `"none"` for no limit."""
+    return None if value is None or value == "none" else parse_bytes(value)
+
+
 def parse_milliseconds(value: object) -> int:
     """`"5 s"` is 5000; a plain number is milliseconds."""
     return _parse(value, MILLISECONDS_PER_UNIT, "ms", "250ms")
@@ -78,6 +83,13 @@ def parse_count(value: object) -> int:
     return _parse(value, {"messages": 1}, "messages", "1024")
 
 
+def parse_optional_count(value: object) -> int | None:
+    """`1000`; `"none"` stands for no limit."""
+    if value is None or value == "none":
+        return None
+    return _parse(value, {"versions": 1}, "versions", "1000")
+
+
 def _path(value: object) -> object:
     if value is None or (isinstance(value, str | os.PathLike) and os.fspath(value)):
         return value
@@ -85,10 +97,12 @@ def _path(value: object) -> object:
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
+OptionalByteSize = Annotated[int | None, BeforeValidator(parse_optional_bytes)]
 Milliseconds = Annotated[int, BeforeValidator(parse_milliseconds)]
 OptionalSeconds = Annotated[float | None, BeforeValidator(parse_seconds)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Count = Annotated[int, BeforeValidator(parse_count)]
+OptionalCount = Annotated[int | None, BeforeValidator(parse_optional_count)]
 
 
 class WalConfig(BaseModel):
@@ -122,6 +136,18 @@ class EngineConfig(BaseModel):
 
     pool_bytes_max: ByteSize = Field(default=GIB, ge=MIB, le=1 << 44)
     checkpoint_interval_s: OptionalSeconds = Field(default=300.0, gt=0)
+    checkpoint_entry_interval_s: OptionalSeconds = Field(default=None, gt=0)
+    checkpoint_entry_bytes: OptionalByteSize = Field(default=None, ge=MIB)
+
+
+class VersionsConfig(BaseModel):
+    """Which old versions are kept. Each attribute has the name of its key in `[versions]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    age_max_s: OptionalSeconds = Field(default=None, gt=0, le=10**10)
+    seqs_max: OptionalCount = Field(default=None, ge=1)
+    per_key_max: OptionalCount = Field(default=None, ge=1, le=2**32)
 
 
 class Config(BaseSettings):
@@ -131,6 +157,7 @@ class Config(BaseSettings):
 
     wal: WalConfig = WalConfig()
     engine: EngineConfig = EngineConfig()
+    versions: VersionsConfig = VersionsConfig()
 
     @classmethod
     def load(
@@ -184,10 +211,11 @@ SPELLINGS = {
     )
 }
 CACHE_CAPACITY = "wal.cache_capacity"
-SECTIONS = ("engine", "storage_engine", "wal")
+SECTIONS = ("engine", "storage_engine", "versions", "wal")
 KEYS = [
     *(f"wal.{name}" for name in WalConfig.model_fields),
     *(f"engine.{name}" for name in EngineConfig.model_fields),
+    *(f"versions.{name}" for name in VersionsConfig.model_fields),
 ]
 
 

@@ -21,7 +21,8 @@
     │   ├── NotFound                 there is no such file, segment, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
     │   ├── DirectoryNotWritable     the directory can be read, but not written
-    │   └── NewerVersion             written by a newer Lowwater: upgrade this one
+    │   ├── NewerVersion             written by a newer Lowwater: upgrade this one
+    │   └── OlderVersion             written by an older Lowwater, in a form that is not read any more
     ├── DataError                repair or restore the data: what is stored cannot be trusted
     │   ├── NotLowwater              the file is of another format (wrong magic, or empty)
     │   ├── Corrupt                  a checksum, an order or a link of the chain does not hold
@@ -170,6 +171,10 @@ class DirectoryNotWritable(InputError):
 
 class NewerVersion(InputError):
     default_hint = "upgrade Lowwater on this machine: pip install --upgrade lowwater"
+
+
+class OlderVersion(InputError):
+    pass
 
 
 class DataError(LowwaterError):

@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,24 +24,31 @@ LATENCY_BOUNDS_SECONDS = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
 
+# From a flush of a few pages to a recovery over hours of log.
+DURATION_BOUNDS_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 25.0, 60.0, 150.0, 600.0, 3600.0),
+)
+
 Gauge = Callable[[], float]
 
 
 class Histogram:
     """Durations in seconds, by bucket. prometheus-client's own takes a lock and 2 µs an observation."""
 
-    __slots__ = ("counts", "sum")
+    __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(LATENCY_BOUNDS_SECONDS) + 1)
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS_SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
+        self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
     def family(self, name: str, documentation: str) -> Metric:
-        bounds = [*map(floatToGoString, LATENCY_BOUNDS_SECONDS), "+Inf"]
+        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(self.counts), strict=True))
         return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self.sum)
 
@@ -123,6 +130,81 @@ class LogMetrics(Collector):
             yield GaugeMetricFamily(gauge, documentation, value=read())
 
     # The registry compares names through this, and refuses a second log.
+    describe = collect
+
+
+# Of a database or a fed engine: what each is called and what it says.
+ENGINE_DURATIONS = {
+    "storage_recovery_duration_seconds": "Opening: from the first frame that was applied again to the last.",
+    "storage_checkpoint_creation_duration_seconds": "Bringing all changes into pages, by request.",
+    "lowwater_flush_duration_seconds": "One group of ranges: merging, encoding and writing their pages.",
+    "lowwater_flush_write_duration_seconds": "Of that, the page store's transaction and its sync.",
+}
+ENGINE_COUNTERS = {
+    "storage_buffer_pool_evictions_total": "Clean pages that made room for others.",
+    "lowwater_pool_page_hits_total": "Reads of a page that was in memory.",
+    "lowwater_pool_page_misses_total": "Reads of a page that had to be fetched and decoded.",
+    "lowwater_pages_read_total": "Pages fetched from the page store, by flushes too.",
+    "lowwater_pages_written_total": "Pages written to the page store.",
+    "lowwater_pages_deleted_total": "Pages that were joined with the one before.",
+    "lowwater_flush_groups_total": "Transactions of the page store.",
+    "lowwater_recovery_frames_total": "Frames that opening applied again.",
+    "lowwater_transactions_begun_total": "Transactions begun.",
+    "lowwater_transactions_committed_total": "Transactions that took effect, or had nothing to write.",
+    "lowwater_transactions_aborted_total": "Transactions that ended without effect.",
+    "lowwater_transactions_conflicts_total": "Times that somebody else had written first.",
+    "lowwater_lock_waits_total": "Requests for a lock that had to wait.",
+    "lowwater_lock_timeouts_total": "Requests for a lock that waited in vain.",
+    "lowwater_lock_deadlocks_total": "Circles of waiting transactions, of which one each was refused.",
+}
+ENGINE_GAUGES = {
+    "storage_orchestrator_lwm": "The lowest durable seq of all voting members, as far as it counts here.",
+    "storage_s3_hwm": "Up to here all entries are in the object store; without one, the last purged.",
+    "storage_buffer_pool_size_bytes": "Memory of the pool: changes, clean pages and ready objects.",
+    "storage_buffer_pool_hit_rate": "Of the reads of a page so far, the share that found it in memory.",
+    "storage_hot_tier_size_bytes": "Bytes of log and pages on the local disk.",
+    "lowwater_pool_limit_bytes": "What the pool may take.",
+    "lowwater_pool_dirty_bytes": "Changes that are in no page yet.",
+    "lowwater_pool_clean_bytes": "Clean pages.",
+    "lowwater_pool_objects_bytes": "Ready objects.",
+    "lowwater_pages_used_bytes": "What of the page store is in use.",
+    "lowwater_pages_size_bytes": "What the page store takes of the disk.",
+    "lowwater_redo_lag_seqs": "How many seqs opening would have to apply again after a crash.",
+    "lowwater_dirty_age_seconds": "How long the oldest change that is in no page has been in memory.",
+    "lowwater_recovery_left_seqs": "While opening: how many seqs are left to be applied again.",
+}
+
+
+def engine_durations() -> dict[str, Histogram]:
+    return {name: Histogram(DURATION_BOUNDS_SECONDS) for name in ENGINE_DURATIONS}
+
+
+class EngineMetrics(Collector):
+    """What a database or a fed engine measures besides its log. A registry takes one of these."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        durations: Mapping[str, Histogram],
+        readings: Mapping[str, Gauge],
+    ) -> None:
+        assert durations.keys() == ENGINE_DURATIONS.keys()
+        assert readings.keys() == ENGINE_COUNTERS.keys() | ENGINE_GAUGES.keys()
+        self._durations = durations
+        self._readings = readings
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, documentation in ENGINE_DURATIONS.items():
+            yield self._durations[name].family(name, documentation)
+        for name, documentation in ENGINE_COUNTERS.items():
+            counted = self._readings[name]()
+            yield CounterMetricFamily(name.removesuffix("_total"), documentation, value=counted)
+        for name, documentation in ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(name, documentation, value=self._readings[name]())
+
+    # The registry compares names through this, and refuses a second engine.
     describe = collect
 
 

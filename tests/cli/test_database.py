@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import lowwater
 from lowwater.cli.root import root
 from lowwater.engine.testing.damage import flip
 
-COMMANDS = ("check", "get", "history", "ls", "put", "root")
+COMMANDS = ("check", "checkpoints", "compact-local", "get", "history", "ls", "pages", "put", "root")
 BINARY = bytes(range(256)) * 40
 
 
@@ -134,20 +135,20 @@ def test_a_database_that_is_open_can_be_looked_at_by_those_that_say_so(command: 
         assert other.stdout.readline() == "open\n"
         result = run(*arguments_of(command, path), stdin=b"value")
         other.communicate()
-    if command in ("check", "history"):
+    if command in ("check", "checkpoints", "compact-local", "history", "pages"):
         assert result.exit_code == 0, result.output
     else:
         assert result.exit_code == 2
         assert "hint: stop the process" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["check", "get", "history", "ls", "root"])
+@pytest.mark.parametrize("command", ["check", "compact-local", "get", "history", "ls", "pages", "root"])
 def test_looking_changes_no_file(command: str, path: str) -> None:
     """Of a database that was closed, that is."""
     before = tree_of(path)
     assert run(*arguments_of(command, path)).exit_code == 0
     assert {name for name, data in tree_of(path).items() if before.get(name) != data} <= (
-        set() if command in ("check", "history") else {"wal/lock", "pages/data.mdb"}
+        {"wal/lock", "pages/data.mdb"} if command in ("get", "ls", "root") else set()
     )
 
 
@@ -257,6 +258,30 @@ def test_root_prints_what_the_database_says(path: str) -> None:
     assert run_json("root", path, "--at", str(seq)) == {"root": expected, "seq": seq}
 
 
+def test_moments_are_seqs_or_times(tmp_path: Path) -> None:
+    """As people write them; without a zone they are UTC."""
+    path = str(tmp_path / "data")
+    with lowwater.open(path) as db:
+        db.create_bucket("b")
+        db.move_horizon(2)
+        first = db.put("b", "k", b"first")
+        time_us = db.head("b", "k").time_us
+        while db.put("b", "k", b"second") and db.head("b", "k").time_us == time_us:
+            pass
+    moment = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)).isoformat()
+    for at in (str(first), moment, moment.removesuffix("+00:00"), moment.replace("+00:00", "Z")):
+        assert run("get", path, "b", "k", "--at", at).stdout_bytes == b"first"
+        assert lines_of("ls", path, "b", "--at", at)[0]["seq"] == first
+        assert lines_of("ls", path, "--at", at) == [{"bucket": "b"}]
+        assert run_json("root", path, "--at", at)["seq"] == first
+        assert [line["seq"] for line in lines_of("history", path, "b", "k", "--at", at)] == [first]
+    assert run("get", path, "b", "k").stdout_bytes == b"second"
+    assert run("get", path, "b", "k", "--at", "yesterday").exit_code == 2
+    early = run("get", path, "b", "k", "--at", "1999-12-31")
+    assert early.exit_code == 2
+    assert "begins after" in early.stderr
+
+
 def test_check_finds_nothing_in_a_sound_database(path: str) -> None:
     """Also before there are pages."""
     assert run("check", path).stdout == "sound\n"
@@ -283,6 +308,156 @@ def test_check_finds_a_flipped_byte_in_the_log_and_in_a_page(path: str) -> None:
     document = json.loads(run("check", path, "--json").stdout)
     assert {os.path.basename(each["path"]) for each in document["findings"]} >= {"pages", "current.log"}
     assert "damaged:" in run("check", path).stdout
+
+
+def test_check_finds_damage_in_the_structure_of_the_page_file(path: str) -> None:
+    """LMDB trusts what it maps: it could end the process, or read what was never written."""
+    with lowwater.open(path) as db:
+        db.put_many("b", [(f"{number:05}", b"v" * 100) for number in range(5000)])
+    data = Path(path, "pages", "data.mdb")
+    held = data.read_bytes()
+    for damaged in (held[: len(held) // 2], held[:8192] + bytes(len(held) - 8192), b"\xff" * len(held)):
+        data.write_bytes(damaged)
+        result = run("check", path, "--json")
+        assert result.exit_code == 65
+        findings = json.loads(result.stdout)["findings"]
+        assert findings
+        assert all(each["path"].endswith("pages/data.mdb") and each["hint"] for each in findings)
+    data.write_bytes(held)
+    assert run("check", path).stdout == "sound\n"
+
+
+def test_check_beside_an_engine_that_flushes_finds_nothing(path: str) -> None:
+    """A file that changes while it is looked at is no damage."""
+    script = (
+        "import sys, time, lowwater\n"
+        "with lowwater.open(sys.argv[1], config={'engine': {'pool_bytes_max': '1 MiB'}}) as db:\n"
+        "    print('open', flush=True)\n"
+        "    for number in range(300):\n"
+        "        db.put_many('b', [(f'{number * 7 % 97:06}-{each}', b'v' * 200) for each in range(100)])\n"
+        "        time.sleep(0.005)\n"
+    )
+    command = [sys.executable, "-c", script, path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+        while writer.poll() is None:
+            findings = json.loads(run("check", path, "--json").stdout)["findings"]
+            assert [each for each in findings if each["severity"] == "error"] == []
+        assert writer.returncode == 0
+
+
+def test_pages_lists_the_pages(path: str) -> None:
+    """What an operator looks at when a database takes more room than its data."""
+    with lowwater.open(path) as db:
+        db.put_many("b", [(f"{number:05}", b"v" * 100) for number in range(5000)])
+        db.delete("b", "00007")
+    pages = lines_of("pages", path)
+    assert len(pages) > 20
+    assert sum(each["keys"] for each in pages) == 5000 - 1 + 102 + 2
+    assert sum(each["large"] for each in pages) == 1
+    assert sum(each["buckets"] for each in pages) == 2
+    spans = [(each["bucket_first"], each["key_first"]) for each in pages]
+    assert spans == sorted(spans)
+    assert all(each["rows"] >= each["keys"] > 0 and each["problem"] is None for each in pages)
+    text = run("pages", path).stdout
+    assert len(text.splitlines()) >= len(pages)
+    assert "\x1b" not in text
+    assert len(lines_of("pages", path, "--limit", "3")) == 3
+    (one,) = lines_of("pages", path, "--bucket", "b", "--key", "02500")
+    assert one["key_first"] <= "02500" <= one["key_last"]
+    photos = lines_of("pages", path, "--bucket", "b", "--prefix", "photos/")
+    assert 0 < len(photos) < len(pages)
+    assert photos[-1]["key_last"].startswith(("photos/", "zz"))
+    assert len(lines_of("pages", path, "--bucket", "none", "--key", "k")) == 1
+
+
+def test_pages_sums_up(path: str) -> None:
+    """Histograms of what pages hold, which say whether they have the size that they should."""
+    pages = lines_of("pages", path)
+    summary = run_json("pages", path, "--summary")
+    assert summary["pages"] == len(pages)
+    for name in ("keys", "rows", "bytes", "deleted", "large"):
+        assert summary[name] == sum(each[name] for each in pages)
+    for name in ("by_rows", "by_bytes"):
+        assert sum(each["pages"] for each in summary[name]) == len(pages)
+    assert all(each["from"] & each["from"] - 1 == 0 for each in summary["by_rows"])
+    assert summary["damaged"] == 0
+    text = run("pages", path, "--summary").stdout
+    assert f"{len(pages)} pages" in text
+    assert "rows, from" in text
+
+
+def test_pages_lists_a_damaged_one_with_what_is_wrong(path: str) -> None:
+    """The others are still there."""
+    with lmdb.open(f"{path}/pages", max_dbs=8) as environment:
+        database = environment.open_db(b"pages", create=False)
+        with environment.begin(write=True) as transaction:
+            key, value = next(iter(transaction.cursor(database)))
+            transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=database)
+    result = run("pages", path, "--json")
+    assert result.exit_code == 65
+    problems = [json.loads(line)["problem"] for line in result.stdout.splitlines()]
+    assert [bool(each) for each in problems] == [True] + [False] * (len(problems) - 1)
+    assert "checksum" in run("pages", path).stdout
+    assert run("pages", path, "--summary").exit_code == 65
+    assert "cannot be read" in run("pages", path, "--summary").stdout
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--key", "k"], ["--prefix", "k"], ["--bucket", "b", "--key", "k", "--prefix", "k"]]
+)
+def test_pages_of_a_key_need_its_bucket(path: str, wrong: list[str]) -> None:
+    """And one of key and prefix is enough."""
+    result = run("pages", path, *wrong)
+    assert result.exit_code == 2
+    assert "hint: give" in result.stderr
+
+
+def test_compact_local_gives_free_room_back(path: str) -> None:
+    """And changes nothing before it is told to."""
+    with lowwater.open(path) as db:
+        db.put_many("b", [(f"{number:05}", b"v" * 200) for number in range(20_000)])
+        db.flush()
+        for start in range(0, 20_000, 1000):
+            db.write([lowwater.Delete("b", f"{number:05}") for number in range(start, start + 1000)])
+        root = db.root()
+    before = tree_of(path)
+    planned = run_json("compact-local", path)
+    assert not planned["written"]
+    assert planned["after_bytes"] is None
+    assert "nothing was changed" in run("compact-local", path).stdout
+    assert tree_of(path) == before
+    done = run_json("compact-local", path, "--yes")
+    assert done["written"]
+    assert done["before_bytes"] == planned["before_bytes"]
+    assert done["after_bytes"] < done["before_bytes"] // 4
+    assert os.path.getsize(f"{path}/pages/data.mdb") == done["after_bytes"]
+    assert "before" in run("compact-local", path, "--yes").stdout
+    assert sorted(os.listdir(path)) == ["pages", "wal"]
+    assert run("check", path).stdout == "sound\n"
+    with lowwater.open(path) as db:
+        assert db.root() == root
+        assert db.redone <= 1
+
+
+def test_compact_local_refuses_a_database_that_is_open(path: str) -> None:
+    """What is written meanwhile would be lost."""
+    with lowwater.open(path):
+        script = "import sys; from lowwater.cli import main; sys.argv[0] = 'lowwater'; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", script, "compact-local", path, "--yes", "--json"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    error = json.loads(done.stderr)
+    assert error["error"] == "DirectoryLocked"
+    assert error["hint"]
+    assert sorted(os.listdir(path)) == ["pages", "wal"]
 
 
 def test_check_misses_a_large_value_that_the_log_lost(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Always true:
   - a `Model` is dictionaries of versions and nothing else. It shares no code with the engine: its root is
-    written from the description in `engine/content.py`;
+    written from the description in `docs/CHECKPOINT.md`;
   - a `Driver` runs a database in one thread, from one seed. It knows what every call must return before it
     makes it, and what a call that a crash interrupts may have done.
 """
@@ -15,27 +15,40 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from struct import Struct
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from struct import pack
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import cbor2
 import pytest
 from blake3 import blake3
+from tests.engine.transaction_model import TransactionCalls, TransactionChances
 
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine import flush, replay, state
+from lowwater.engine import flush, replay, state, transactions
 from lowwater.engine.chain import create_entry
 from lowwater.engine.database import Database, EngineOptions
-from lowwater.engine.entries import Delete, Put
+from lowwater.engine.entries import Delete, Put, decode_body
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
 from lowwater.engine.pages import decode_page
-from lowwater.engine.records import Head, Object, Page
-from lowwater.errors import AlreadyExists, ConditionFailed, LowwaterError, NotEmpty, NotFound, VersionGone
+from lowwater.engine.records import Head, Object, Page, is_transactional, transaction_of
+from lowwater.engine.transaction_table import ids_in
+from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
+from lowwater.errors import (
+    AlreadyExists,
+    ConditionFailed,
+    InputError,
+    LowwaterError,
+    NotEmpty,
+    NotFound,
+    VersionGone,
+)
 
 T = TypeVar("T")
 
@@ -44,6 +57,7 @@ SALT = bytes(range(16, 32))
 PAGE_KEYS = 4
 INLINE_BYTES_MAX = 256
 DIRECTORY = "db"
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 # ---------------------------------------------------------------------------- the model
@@ -80,13 +94,39 @@ def encoded(bucket: str, key: str) -> bytes:
     return bytes([len(name)]) + name + key.encode()
 
 
+@dataclass
+class SessionModel:
+    ttl_us: int
+    expires_us: int
+    acknowledged: int = 0
+    results: dict[int, int] = field(default_factory=dict)
+
+    def request(self, unit: Unit, number: int, acknowledged: int) -> None:
+        self.expires_us = unit.time_us + self.ttl_us
+        self.acknowledged = max(self.acknowledged, acknowledged)
+        self.results[number] = unit.seq
+        self.results = {each: seq for each, seq in self.results.items() if each > self.acknowledged}
+
+    @property
+    def highest(self) -> int:
+        return max(self.results, default=self.acknowledged)
+
+
 class Model:
     def __init__(self, *, salt: bytes = SALT, page_keys: int = PAGE_KEYS) -> None:
         self.applied = 0
         self.time_us = 0
         self.horizon: int | None = None
         self.snapshots: dict[str, int] = {}
+        self.expires_us: dict[str, int] = {}
+        self.sessions: dict[int, SessionModel] = {}
+        self.times: list[tuple[int, int]] = []
+        self.checkpoint_seq = 0
+        self.checkpoint_root = ""
+        # What the engine keeps for checkpoints that are not made yet.
+        self.due: Callable[[], list[int]] = list
         self.pins: Counter[int] = Counter()
+        self.open_floors: list[int] = []  # of transactions that are in the log and have not ended
         self.buckets: dict[str, list[Version]] = {}
         self.keys: dict[str, dict[str, list[Version]]] = {}
         self._salt = blake3(salt).digest()
@@ -107,12 +147,38 @@ class Model:
                 self.horizon = None if value is None else max(value, self.horizon or 0)
             elif what == "pin":
                 self.snapshots[name] = value
+                if metadata is not None:
+                    self.expires_us[name] = unit.time_us + metadata
             elif what == "unpin":
                 del self.snapshots[name]
+                self.expires_us.pop(name, None)
+            elif what == "session":
+                self.sessions[unit.seq] = SessionModel(value, unit.time_us + value)
+            elif what == "session_close":
+                del self.sessions[name]
+            elif what == "request":
+                self.sessions[name].request(unit, key, value)
+            elif what == "checkpoint":
+                self.checkpoint_seq = unit.seq
             else:
-                assert what == "create", what
+                assert what in ("create", "nothing"), what
         self.applied = unit.seq
         self.time_us = unit.time_us
+        self.times.append((unit.time_us, unit.seq))
+        if self.checkpoint_seq == unit.seq:
+            self.checkpoint_root = self.root()
+
+    def note(self, applied: int, time_us: int) -> None:
+        """Entries without an effect."""
+        if applied > self.applied:
+            self.times.append((time_us, applied))
+        self.applied, self.time_us = applied, time_us
+
+    def forget_after(self, seq: int) -> None:
+        """The loss of such entries."""
+        while self.times[-1][1] > seq:
+            self.times.pop()
+        self.applied, self.time_us = seq, self.times[-1][0]
 
     def _add(self, versions: list[Version], version: Version) -> None:
         if versions and versions[-1].seq == version.seq:
@@ -127,12 +193,17 @@ class Model:
     @property
     def floor_kept(self) -> int:
         """What the log itself keeps, whatever this process reads."""
-        floors = [self.applied, *self.snapshots.values()]
+        floors = [self.applied, *self.snapshots.values(), *self.open_floors]
         return min(floors if self.horizon is None else [*floors, self.horizon])
 
     @property
     def floor(self) -> int:
-        return min(self.floor_kept, *self.pins) if self.pins else self.floor_kept
+        return min([self.floor_kept, *self.pins, *self.due()])
+
+    def seq_at(self, time_us: int) -> int:
+        """The last seq that is not after a time; 0 where there is none."""
+        index = bisect_right(self.times, (time_us, 2**64))
+        return self.times[index - 1][1] if index else 0
 
     def can_read(self, at: int | None) -> bool:
         return at is None or self.floor <= at <= self.applied
@@ -191,27 +262,29 @@ class Model:
 
     def root(self, at: int | None = None) -> str:
         """The description: rows, cut into blocks at boundaries, and lists of blocks at rarer ones."""
-        rows = []
+        rows: list[Row] = []
         for bucket in self.bucket_names(at):
             version = _at(self.buckets[bucket], at)
             assert version is not None
-            rows.append(_row(b"\0" + bucket.encode(), version, 4))
+            rows.append((b"\0" + bucket.encode(), version, 4))
             for found in self.live(bucket, at=at):
                 version = _at(self.keys[bucket][found.key], at)
                 assert version is not None
-                rows.append(_row(encoded(bucket, found.key), version, 0))
-        lists: list[list[bytes]] = [[]]
-        block = b""
-        for key, row in sorted(rows):
-            if block and self.is_boundary(key, self._page_keys):
-                lists[-1].append(blake3(block).digest())
-                block = b""
-                if self.is_boundary(key, self._page_keys * 256):
-                    lists.append([])
-            block += row
-        if block:
-            lists[-1].append(blake3(block).digest())
-        return blake3(b"".join(blake3(b"".join(hashes)).digest() for hashes in lists)).hexdigest()
+                rows.append((encoded(bucket, found.key), version, 0))
+        blocks: list[list[Row]] = []
+        before = b""
+        for row in sorted(rows, key=lambda row: row[0]):
+            key = row[0]
+            if not blocks or (self.is_boundary(key, self._page_keys) and key[:500] != before[:500]):
+                blocks.append([])
+            blocks[-1].append(row)
+            before = key
+        lists: list[list[list[Row]]] = []
+        for block in blocks:
+            if not lists or self.is_boundary(block[0][0], self._page_keys * 256):
+                lists.append([])
+            lists[-1].append(block)
+        return blake3(b"".join(blake3(_list(each)).digest() for each in lists)).hexdigest()
 
     def is_boundary(self, key: bytes, every: int) -> bool:
         key = key[:500]
@@ -237,19 +310,44 @@ def _head(found: Object) -> Head:
     return Head(found.bucket, found.key, len(found.value), found.metadata, found.seq, found.time_us)
 
 
-_ROW = Struct("<HQQBIQ")
+Row = tuple[bytes, Version, int]
+"""encoded key, version, flags"""
 
 
-def _row(key: bytes, version: Version, flags: int) -> tuple[bytes, bytes]:
-    metadata = cbor2.dumps(version.metadata, canonical=True) if version.metadata else b""
-    value = version.value
-    assert value is not None
-    stored = value
-    if len(value) > INLINE_BYTES_MAX:
-        flags |= 2
-        stored = blake3(value).digest()
-    head = _ROW.pack(len(key), version.seq, version.time_us, flags, len(metadata), len(value))
-    return key, head + key + metadata + stored
+def _block(rows: list[Row]) -> bytes:
+    """A block of rows, as docs/CHECKPOINT.md describes it."""
+    keys, metadata, values, flags = [], [], [], b""
+    for key, version, flag in rows:
+        assert version.value is not None
+        keys.append(key)
+        metadata.append(cbor2.dumps(version.metadata, canonical=True) if version.metadata else b"")
+        if len(version.value) > INLINE_BYTES_MAX:
+            flag |= 2
+            values.append(pack("<Q", len(version.value)) + blake3(version.value).digest())
+        else:
+            values.append(version.value)
+        flags += bytes([flag])
+    sizes = [len(b"".join(parts)) for parts in (keys, metadata, values)]
+    head = pack("<8sHHIIII4x", b"LWBLK\r\n\x1a", 1, 0, len(rows), *sizes)
+    seqs = b"".join(pack("<Q", version.seq) for _, version, _ in rows)
+    times = b"".join(pack("<Q", version.time_us) for _, version, _ in rows)
+    ends = _ends(keys) + (_ends(metadata) if sizes[1] else b"") + _ends(values)
+    return head + seqs + times + ends + flags + b"".join([*keys, *metadata, *values])
+
+
+def _list(blocks: list[list[Row]]) -> bytes:
+    """A list of blocks, likewise."""
+    keys = [rows[0][0][:500] for rows in blocks]
+    data = [_block(rows) for rows in blocks]
+    head = pack("<8sHHII4x", b"LWLST\r\n\x1a", 1, 0, len(blocks), len(b"".join(keys)))
+    hashes = b"".join(blake3(each).digest() for each in data)
+    counts = b"".join(pack("<I", len(rows)) for rows in blocks)
+    sizes = b"".join(pack("<I", len(each)) for each in data)
+    return head + hashes + counts + sizes + _ends(keys) + b"".join(keys)
+
+
+def _ends(parts: list[bytes]) -> bytes:
+    return b"".join(pack("<I", end) for end in accumulate(map(len, parts)))
 
 
 # ---------------------------------------------------------------------------- the machine
@@ -268,6 +366,9 @@ def small_limits(
         patch.setattr(flush, "GROUP_BYTES", group_bytes)
         patch.setattr(flush, "MERGED_AT_ONCE", 3)
         patch.setattr(flush, "PARTS_MAX", 3)
+        patch.setattr(flush, "SWEEP_ABOVE_BYTES", 2000)
+        patch.setattr(transactions, "SPILL_ABOVE_BYTES", 700)
+        patch.setattr(transactions, "PIECE_BYTES", 300)
         patch.setattr(replay, "READ_BYTES", read_bytes)
         yield
 
@@ -290,6 +391,7 @@ class Machine:
     )
     page_keys: int = PAGE_KEYS
     clock: VirtualClock = field(default_factory=VirtualClock)
+    versions: VersionPolicy = KEEP_AS_IT_IS
 
     def __post_init__(self) -> None:
         self.files = FaultyFiles(clock=self.clock)
@@ -321,7 +423,7 @@ class Machine:
 
     def open(self) -> Database:
         self.open_log().close()  # makes it where there is none
-        options = EngineOptions(checkpoint_interval_s=self.checkpoint_interval_s)
+        options = EngineOptions(checkpoint_interval_s=self.checkpoint_interval_s, versions=self.versions)
         self.pages.reopen()
         self.db = open_with(
             DIRECTORY,
@@ -375,8 +477,11 @@ def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = Non
         assert (each.frozen is not None) or not each.frozen_older
         for records, older in ((each.dirty, each.older), (each.frozen or {}, each.frozen_older)):
             every = [*records.values(), *(record for chain in older.values() for record in chain)]
-            dirty_bytes += sum(len(record[1]) + overhead for record in every)
+            dirty_bytes += sum(len(record) + overhead for record in every)
             assert set(older) <= set(records)
+            txns = each.txns if records is each.dirty else each.frozen_txns
+            assert {transaction_of(record) for record in every if is_transactional(record)} <= txns
+            assert txns <= set(inside.transactions.rows)
         keys += layout.keys
         clean_bytes += sum(layout.sizes)
         assert all(page is not None for page, size in zip(layout.pages, layout.sizes, strict=True) if size)
@@ -388,6 +493,8 @@ def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = Non
     assert inside.clean.bytes == clean_bytes, "pages in memory are counted wrongly"
     if any(each.frozen is not None for each in ranges):
         return  # a group is between its layouts and the store
+    unstamped = {key: ids_in(decode_page(data, key)) for key, data in store._pages.items()}
+    assert inside.transactions.unstamped == {key: ids for key, ids in unstamped.items() if ids}
     unstored = db._flusher._unstored
     assert [key for key in keys if key not in unstored] == sorted(store._pages)
     for key in sorted(store._pages):
@@ -403,7 +510,7 @@ def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = Non
 # ---------------------------------------------------------------------------- the driver
 
 
-class Driver:
+class Driver(TransactionCalls):
     """Calls of a database, each compared with the model."""
 
     def __init__(self, machine: Machine) -> None:
@@ -411,6 +518,9 @@ class Driver:
         self.model = Model(page_keys=machine.page_keys)
         self.rng = random.Random(f"crashes {machine.seed}")
         self.pending: list[Unit] = []
+        self.txns = []
+        self.acked = 0  # frames of transactions above it may be lost
+        self.lost_transactions = False
         self.scans: list[Scan] = []
         self.serial = 0
         self.crashes = 0
@@ -424,12 +534,18 @@ class Driver:
 
     def open(self) -> None:
         self.machine.open()
+        self._know_due()
         self._compare_marks()
+
+    def _know_due(self) -> None:
+        inside = self.db._state
+        self.model.due = lambda: [due.seq for due in inside.checkpoints_due]
 
     def close(self) -> None:
         for _, scan, _ in self.scans:
             scan.close()  # type: ignore[attr-defined]
         self.scans, self.model.pins = [], Counter()
+        self._forget_all()
         self.machine.db.close()
 
     def reopen(self) -> None:
@@ -441,6 +557,7 @@ class Driver:
         under way, from its beginning on."""
         self.crashes += 1
         self.scans, self.model.pins = [], Counter()
+        self._forget_all()
         rng, files = self.rng, self.machine.files
         while True:
             self.machine.crash(rng.choice(SURVIVALS) if mode is None else mode, rng)
@@ -452,27 +569,88 @@ class Driver:
             except SimulatedCrash:
                 continue
         files._crash_number = None
+        self._know_due()
         self._compare_marks()
 
     def _compare_marks(self) -> None:
         """Also after a crash: `pending` is what may have come through."""
         model, db = self.model, self.db
+        if self.acked < model.applied:
+            db._log.sync()  # frames of transactions, for which nobody has waited
         marks = db.marks()
         if model.applied == 0:
             assert marks.applied == 1
             model.apply(Unit(1, db._log.chain.time_us, [("create", None, None, None, None)]))
-        for unit in self.pending:
-            if unit.seq <= marks.applied:
-                model.apply(unit)
+        if self.lost_transactions:
+            self.lost_transactions = False
+            self._recount()
+        else:
+            for unit in self.pending:
+                if unit.seq <= marks.applied:
+                    model.apply(unit)
         self.pending = []
+        self.absorb()
+        self.acked = model.applied
         assert marks.applied == model.applied, "something acknowledged was lost, or a group was divided"
         assert marks.committed == marks.durable == marks.applied
         assert 0 <= marks.purged <= marks.hwm <= marks.lwm <= marks.durable
         assert db._log.chain.time_us == model.time_us
-        assert db.snapshots() == model.snapshots
+        assert {name: found.seq for name, found in db.snapshots().items()} == model.snapshots
+        assert {name: found.expires_us for name, found in db.snapshots().items() if found.expires_us} == (
+            model.expires_us
+        )
+        assert sorted(db._state.sessions.sessions) == sorted(model.sessions)
         assert db.buckets() == model.bucket_names()
 
+    def absorb(self) -> None:
+        """Entries that the database itself has written: what was over has ended."""
+        model = self.model
+        if self.db.marks().applied == model.applied:
+            return
+        for entry in self.db.log(model.applied + 1):
+            self._absorb(entry)
+        self.acked = max(self.acked, model.applied)
+
+    def _absorb(self, entry: Any) -> None:
+        model = self.model
+        body = decode_body(entry)
+        if entry.kind == "unpin":
+            effect: Effect = ("unpin", body["name"], None, None, None)
+            expires_us = model.expires_us[body["name"]]
+        else:
+            assert entry.kind == "session_close", f"nobody has written this {entry.kind}"
+            effect = ("session_close", body["session"], None, None, None)
+            expires_us = model.sessions[body["session"]].expires_us
+        assert entry.time_us >= expires_us, "it ended too early"
+        model.apply(Unit(entry.seq, entry.time_us, [effect]))
+        self.seen["ended"] += 1
+
+    def _recount(self) -> None:
+        """The entries behind what was acknowledged, where transactions were open that have ended with the
+        process: what a crash has left of them and of what was pending, and what opening has appended."""
+        model = self.model
+        units = {unit.seq: unit for unit in self.pending}
+        pending = {
+            seq for unit in self.pending for seq in range(unit.seq - len(unit.effects) + 1, unit.seq + 1)
+        }
+        model.forget_after(min(self.acked, model.applied))
+        for entry in self.db.log(model.applied + 1):
+            is_of_transaction = entry.txn is not None or entry.kind == "begin"
+            # The database may have ended by itself, under this seq, what somebody was about to end.
+            was_asked_for = entry.seq in units and units[entry.seq].effects[-1][0] == entry.kind
+            if entry.seq in units and (
+                was_asked_for or entry.kind not in ("begin", "abort", "unpin", "session_close")
+            ):
+                model.apply(units[entry.seq])
+            elif is_of_transaction or (entry.seq in pending and entry.kind not in ("unpin", "session_close")):
+                model.note(entry.seq, entry.time_us)
+            else:
+                self._absorb(entry)
+        model.note(model.applied, self.db._log.chain.time_us)
+
     # ------------------------------------------------------------------ calls
+
+    _unit = Unit
 
     def _units(self, *effects: Effect) -> list[Unit]:
         """An entry for each effect."""
@@ -484,7 +662,9 @@ class Driver:
         seq = call()
         for unit in units:
             self.model.apply(unit)
+            self._doom(unit.effects)
         self.pending = []
+        self.acked = units[-1].seq
         assert seq + offset == units[-1].seq
         self.seen["written"] += 1
 
@@ -515,7 +695,7 @@ class Driver:
 
         if not self.model.has_bucket(bucket):
             self._refused(NotFound, call)
-        elif self.model.live(bucket):
+        elif self.model.live(bucket) or self.is_held(bucket):
             self._refused(NotEmpty, call)
         else:
             self._commit(self._units(("bucket", bucket, None, None, None)), call)
@@ -578,14 +758,15 @@ class Driver:
         else:
             self._refused(NotFound, call)
 
-    def snapshot(self, name: str) -> None:
+    def snapshot(self, name: str, ttl_s: float | None = None) -> None:
         def call() -> int:
-            return int(self.db.snapshot(name))
+            return int(self.db.snapshot(name, ttl_s))
 
         if name in self.model.snapshots:
             self._refused(AlreadyExists, call)
         else:
-            self._commit(self._units(("pin", name, None, self.model.applied, None)), call, 1)
+            ttl_us = None if ttl_s is None else round(ttl_s * 1_000_000)
+            self._commit(self._units(("pin", name, None, self.model.applied, ttl_us)), call, 1)
 
     def drop_snapshot(self, name: str) -> None:
         def call() -> int:
@@ -605,7 +786,72 @@ class Driver:
         else:
             self._refused(VersionGone, call)
 
+    # ------------------------------------------------------------------ sessions
+
+    def open_session(self, ttl_s: float) -> None:
+        def call() -> int:
+            return int(self.db.session(ttl=ttl_s).id)
+
+        self._commit(self._units(("session", None, None, round(ttl_s * 1_000_000), None)), call)
+
+    def close_session(self, session_id: int) -> None:
+        def call() -> int:
+            self.db.session(session_id).close()
+            return int(self.db.marks().applied)
+
+        if session_id in self.model.sessions:
+            self._commit(self._units(("session_close", session_id, None, None, None)), call)
+        else:
+            self._refused(NotFound, call)
+
+    def request(
+        self, session_id: int, number: int, acknowledged: int, bucket: str, items: list[tuple[str, bytes]]
+    ) -> None:
+        """One put, or several as a group, under a number that may have come before."""
+
+        def call() -> int:
+            session = self.db.session(session_id)
+            if acknowledged:
+                session.acknowledge(acknowledged)
+            if len(items) == 1:
+                return int(session.put(bucket, *items[0], request=number))
+            return int(session.write([Put(bucket, *item) for item in items], request=number))
+
+        session = self.model.sessions.get(session_id)
+        if session is None:
+            return self._refused(NotFound, call)
+        if number in session.results:
+            assert call() == session.results[number]
+            self.seen["repeated"] += 1
+            return None
+        if number <= session.acknowledged:
+            return self._refused(InputError, call)
+        if not self.model.has_bucket(bucket):
+            return self._refused(NotFound, call)
+        told = min(max(session.acknowledged, acknowledged), number - 1)
+        effects: list[Effect] = [("key", bucket, key, value, None) for key, value in items]
+        last = self._units(*effects)[-1]
+        effects.append(("request", session_id, number, told, None))
+        return self._commit([Unit(last.seq, last.time_us, effects)], call)
+
     # ------------------------------------------------------------------ reads
+
+    def get_at_time(self, bucket: str, key: str, time_us: int) -> None:
+        moment = EPOCH + timedelta(microseconds=time_us)
+        seq = self.model.seq_at(time_us)
+        if not seq or not self.model.can_read(seq):
+            return self._refused(VersionGone, lambda: self.db.get(bucket, key, moment))
+        assert self.db.seq_at(moment) == seq
+        found = self.model.get(bucket, key, seq)
+        if found is None:
+            return self._refused(NotFound, lambda: self.db.get(bucket, key, moment))
+        assert self.db.get(bucket, key, moment) == found
+        assert (
+            self.db.read_range(bucket, key, len(found.value) // 3, 300, seq)
+            == (found.value[len(found.value) // 3 :][:300])
+        )
+        self.seen["found at a time"] += 1
+        return None
 
     def get(self, bucket: str, key: str, at: int | None = None, *, head: bool = False) -> None:
         if not self.model.can_read(at):
@@ -709,9 +955,30 @@ class Driver:
         else:
             self._refused(VersionGone, lambda: self.db.root(at))
 
-    def checkpoint(self) -> None:
-        assert self.db.checkpoint() == self.model.applied
+    def flush(self) -> None:
+        assert self.db.flush() == self.model.applied
         assert self.db._flusher.is_flushed(self.model.applied)
+
+    def checkpoint(self) -> None:
+        """Made of what is there now; where nothing has happened since the last one, that one."""
+
+        def call() -> int:
+            return int(self.db.checkpoint().partition("-")[0])
+
+        if self.model.applied == self.model.checkpoint_seq:
+            assert call() == self.model.checkpoint_seq
+        else:
+            self._commit(self._units(("checkpoint", None, None, None, None)), call)
+        self.compare_checkpoint()
+
+    def compare_checkpoint(self) -> None:
+        """The last one that was asked for, where it is made already."""
+        newest = next(iter(self.db.checkpoints()), None)
+        if newest is None or newest.seq != self.model.checkpoint_seq:
+            return
+        assert newest.root == self.model.checkpoint_root
+        assert len(list(newest.rows())) == newest.index.row_count
+        self.seen["checkpoints"] += 1
 
     def compare(self) -> None:
         """Everything that can be read now."""
@@ -719,6 +986,9 @@ class Driver:
         for bucket in self.model.bucket_names():
             assert list(self.db.scan(bucket)) == self.model.live(bucket)
         self.root()
+        for session_id, session in self.model.sessions.items():
+            assert self.db.session(session_id).results() == session.results
+        self.compare_checkpoint()
         check_structure(self.db, self.machine.pages, self.seen)
 
     # ------------------------------------------------------------------ chance
@@ -744,25 +1014,31 @@ PREFIXES = ("", "", "a", "a/", "a/1", "a/1/", "b/", "ü", "0", "1", "long", "zz"
 SIZES = (0, 5, 5, 20, 20, 60, 60, 200, 255, 256, 257, 280, 320, 1000, 3000)
 
 
-class Chance:
+class Chance(TransactionChances):
     """Draws calls for a driver from one seed."""
 
-    WEIGHTS: ClassVar[dict[str, int]] = {
+    WEIGHTS: ClassVar[dict[str, float]] = {
         "put": 30, "put_many": 10, "put_if": 6, "delete": 14, "copy": 6, "write": 8, "get": 14, "get_at": 10,
         "list": 5, "open_scan": 4, "advance_scan": 8, "abandon_scan": 1, "create_bucket": 8,
         "delete_bucket": 2, "empty_bucket": 1, "snapshot": 2, "drop_snapshot": 2, "move_horizon": 2,
-        "root": 1, "checkpoint": 1, "step": 40, "idle": 2, "advance": 6, "reopen": 1, "crash": 1,
-        "crash_soon": 2, "compare": 1, "delete_run": 4,
+        "root": 1, "flush": 1, "checkpoint": 2, "step": 40, "idle": 2, "advance": 6, "reopen": 1, "crash": 1,
+        "crash_soon": 2, "compare": 1, "delete_run": 4, "snapshot_that_ends": 2, "get_at_time": 6,
+        "open_session": 1, "close_session": 0.3, "request": 10,
     }  # fmt: skip
 
     def __init__(self, driver: Driver, rng: random.Random) -> None:
         self.driver = driver
         self.rng = rng
-        self.names = list(self.WEIGHTS)
+        weights = self.WEIGHTS
+        if rng.random() < 0.6:
+            often = rng.choice((1, 4))
+            weights = weights | {
+                name: weight * often for name, weight in self.WEIGHTS_IN_TRANSACTIONS.items()
+            }
+        self.names = list(weights)
         rare = rng.choice((0.1, 1, 3))  # some databases live long
         self.weights = [
-            weight * (rare if "crash" in name or name == "reopen" else 1)
-            for name, weight in self.WEIGHTS.items()
+            weight * (rare if "crash" in name or name == "reopen" else 1) for name, weight in weights.items()
         ]
         self.keys = rng.sample(KEYS, rng.choice((20, len(KEYS))))
 
@@ -877,20 +1153,57 @@ class Chance:
     def drop_snapshot(self) -> None:
         self.driver.drop_snapshot(self.rng.choice("xyz"))
 
+    def snapshot_that_ends(self) -> None:
+        self.driver.snapshot(self.rng.choice("xyz"), self.rng.choice((0.02, 1, 20)))
+
+    def open_session(self) -> None:
+        if len(self.driver.model.sessions) < 5:
+            self.driver.open_session(self.rng.choice((0.02, 20, 3600)))
+
+    def session(self) -> int:
+        sessions = list(self.driver.model.sessions)
+        return self.rng.choice(sessions) if sessions and self.rng.random() < 0.97 else 1
+
+    def close_session(self) -> None:
+        self.driver.close_session(self.session())
+
+    def request(self) -> None:
+        rng, session_id = self.rng, self.session()
+        session = self.driver.model.sessions.get(session_id)
+        if session is None:
+            number = acknowledged = 1
+        else:
+            number = max(1, session.highest + rng.choice((-6, -2, -1, 0, 0, 1, 1, 1, 2, 5)))
+            acknowledged = rng.choice((0, 0, max(0, session.highest - rng.randrange(8))))
+            if number > session.highest:
+                acknowledged = min(acknowledged, session.highest)
+        items = [(self.key(), self.value()) for _ in range(rng.choice((1, 1, 3)))]
+        self.driver.request(session_id, number, acknowledged, self.bucket(), items)
+
+    def get_at_time(self) -> None:
+        times = self.driver.model.times
+        time_us, _ = self.rng.choice(times[-60:] if self.rng.random() < 0.8 else times)
+        self.driver.get_at_time(*self.held(), time_us + self.rng.choice((-1, 0, 0, 1)))
+
     def move_horizon(self) -> None:
         self.driver.move_horizon(self.at() if self.rng.random() < 0.6 else None)
 
     def root(self) -> None:
         self.driver.root(self.maybe_at())
 
+    def flush(self) -> None:
+        self.driver.flush()
+
     def checkpoint(self) -> None:
         self.driver.checkpoint()
 
     def step(self) -> None:
         self.driver.machine.step(self.rng.choice((1, 2, 5)))
+        self.driver.absorb()
 
     def idle(self) -> None:
         self.driver.machine.idle(self.rng.choice((0, 0.5, 3)))
+        self.driver.absorb()
 
     def advance(self) -> None:
         clock = self.driver.machine.clock

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 import lowwater
 from lowwater.engine.database import Database
+from lowwater.engine.records import Object
 from lowwater.errors import Closed, NotFound
 
 
@@ -61,5 +64,51 @@ def test_a_scan_that_is_left_lets_its_snapshot_go(tmp_path: Path) -> None:
             assert not database._state._pins
         with pytest.raises(Closed):
             database.get("b", "0000")
+
+    asyncio.run(main())
+
+
+def test_what_is_awaited_after_the_end_is_told(tmp_path: Path) -> None:
+    """In the error that all calls of a closed database have."""
+
+    async def main() -> None:
+        db = lowwater.open(tmp_path / "data").aio()
+        await db.create_bucket("b")
+        await db.close()
+        await db.close()
+        for again in (lambda: db.get("b", "k"), lambda: db.run(Database.root), lambda: anext(db.scan("b"))):
+            with pytest.raises(Closed):
+                await again()
+
+    asyncio.run(main())
+
+
+def test_a_scan_that_is_cancelled_in_its_thread_ends_as_cancelled(tmp_path: Path) -> None:
+    """The thread is still in it, and its moment is let go when it comes out."""
+
+    async def main() -> None:
+        database = lowwater.open(tmp_path / "data")
+        async with database.aio() as db:
+            await db.create_bucket("b")
+            await db.put_many("b", [(f"{number:04}", b"x") for number in range(2000)])
+            scan = db.scan("b")
+            await anext(scan)
+            rows = scan.ag_frame.f_locals["found"]
+
+            async def drain(rows: AsyncIterator[Object]) -> None:
+                async for _ in rows:
+                    pass
+
+            with database._state.lock:
+                task = asyncio.create_task(drain(scan))
+                while not rows.gi_running:
+                    await asyncio.sleep(0.001)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            del rows, scan, task
+            while database._state._pins:
+                gc.collect()
+                await asyncio.sleep(0.001)
 
     asyncio.run(main())

@@ -8,7 +8,6 @@ import random
 import shutil
 import threading
 from collections import deque
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.pieces import Piece
 from lowwater.engine.real import RealClock, RealFiles, RealRandomness
 from lowwater.engine.scan import is_frame
-from lowwater.engine.tickets import Ticket
+from lowwater.engine.tickets import AppendFuture, Ticket
 from lowwater.errors import Closed, Corrupt, InputError, InvalidConfig, InvalidEntry, LogPoisoned
 
 
@@ -252,7 +251,7 @@ def test_an_interrupt_while_a_batch_is_taken_leaves_nobody_waiting() -> None:
     log.wal._queue = queue
     queue.interrupt = True
     ticket = Ticket(0)
-    ticket.future = Future()
+    ticket.future = AppendFuture()
     log.wal._enqueue(log._build([put(1)]), ticket, None)  # somebody's, in front of ours
     with pytest.raises(KeyboardInterrupt):
         log.append(put(2))

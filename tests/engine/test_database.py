@@ -21,7 +21,7 @@ import lowwater
 from lowwater import Database, Delete, Put
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.engine.database import EngineOptions
-from lowwater.engine.flush import META_KEY
+from lowwater.engine.flush import META_KEY, META_VERSION
 from lowwater.engine.log import LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
@@ -40,6 +40,7 @@ from lowwater.errors import (
     NewerVersion,
     NotEmpty,
     NotFound,
+    OlderVersion,
     VersionGone,
 )
 
@@ -96,7 +97,7 @@ def test_a_value_of_any_size_survives_pages_and_reopening(path: str, size: int) 
         db.copy("b", "put", "b", "copy")
         expected = dict.fromkeys(("put", "many", "group", "conditional", "copy"), value)
         assert values_of(db) == expected
-        db.checkpoint()
+        db.flush()
         assert values_of(db) == expected
         db.copy("b", "copy", "b", "copy of a copy from a page")
         expected["copy of a copy from a page"] = value
@@ -147,7 +148,7 @@ def test_a_group_is_one_version_of_all_its_keys(db: Database) -> None:
     assert {found.key: found.seq for found in db.scan("b")} == {"x": seq, "y": seq}
     assert values_of(db) == {"x": b"2", "y": b"3"}
     assert values_of(db, at=seq - 1) == {"gone": b"1"}
-    db.checkpoint()
+    db.flush()
     assert values_of(db, at=seq - 1) == {"gone": b"1"}
 
 
@@ -185,9 +186,9 @@ def test_scans_keep_the_order_of_bytes_and_the_moment_they_began(db: Database) -
     db.delete("b", "a")
     first = next(scan)
     assert (first.key, first.value) == ("a", b"old")
-    db.checkpoint()
+    db.flush()
     db.put_many("b", [(key, b"newer") for key in keys])
-    db.checkpoint()
+    db.flush()
     rest = list(scan)
     assert [first.key, *(found.key for found in rest)] == sorted(keys, key=str.encode)
     assert {found.value for found in rest} == {b"old"}
@@ -199,7 +200,7 @@ def test_buckets_never_mix(db: Database) -> None:
     for name in ("bb", "b/", "Ünïcode", "x" * 255):
         db.create_bucket(name)
         db.put(name, "k", name.encode())
-    db.checkpoint()
+    db.flush()
     assert db.buckets() == sorted(["b", "bb", "b/", "Ünïcode", "x" * 255])
     for name in db.buckets():
         assert values_of(db, name) == ({} if name == "b" else {"k": name.encode()})
@@ -231,17 +232,17 @@ def test_a_snapshot_keeps_what_could_be_read(path: str) -> None:
         seq = db.snapshot("one")
         root = db.root()
         db.put("b", "k", b"2")
-        db.checkpoint()
+        db.flush()
         db.put("b", "k", b"3")
         assert db.get("b", "k", at=seq).value == b"1"
         assert db.root(seq) == root != db.root()
         with pytest.raises(AlreadyExists):
             db.snapshot("one")
     with lowwater.open(path) as db:
-        assert db.snapshots() == {"one": seq}
+        assert db.snapshots() == {"one": (seq, None)}
         db.put("b", "k", b"4")
         db.put("b", "k", b"5")
-        db.checkpoint()
+        db.flush()
         assert db.read("b", "k", seq).value == b"1"
         assert db.root(seq) == root
         db.drop_snapshot("one")
@@ -274,7 +275,7 @@ def test_every_version_above_the_horizon_can_be_read(path: str) -> None:
             for number in range(3):
                 put(db, 10 * life + number)
             check(db)
-            db.checkpoint()
+            db.flush()
             check(db)
             put(db, 10 * life + 9)
             check(db)
@@ -311,7 +312,7 @@ def test_the_root_is_that_of_the_content(tmp_path: Path) -> None:
         db.put("b", "other", b"")
         db.delete("b", "other")
         assert db.root() == root
-        db.checkpoint()
+        db.flush()
         assert db.root() == root
     with lowwater.open(path) as db:
         assert db.root() == root
@@ -467,7 +468,7 @@ def test_a_closed_database_says_so(path: str) -> None:
         lambda: db.delete_bucket("b"),
         lambda: db.snapshot("s"),
         lambda: db.move_horizon(None),
-        db.checkpoint,
+        db.flush,
         db.root,
         db.log,
         lambda: list(db.check()),
@@ -587,7 +588,8 @@ def test_a_log_whose_beginning_is_gone_is_enough_for_pages_and_too_little_withou
     with lowwater.open(path) as db:
         assert db.buckets() == ["b"]
         with pytest.raises(LowwaterError):
-            db.root()  # a large value was there
+            db.get("b", "0000")  # a large value was there
+        assert db.root() == root  # which counts by its hash
         assert db.get("b", "0149").value == b"149" * 1000
     os.rename(f"{path}/pages", f"{path}/pages-away")
     with pytest.raises(Corrupt, match="beginning is not here") as caught:
@@ -607,7 +609,7 @@ def test_a_log_that_begins_above_what_pages_need_is_refused(path: str) -> None:
     """A crash before a flush, and then somebody removed segments."""
     with open_with(path, log_options=SMALL_SEGMENTS) as db:
         db.create_bucket("b")
-        db.checkpoint()
+        db.flush()
         away = f"{path}/../pages-early"
         copy_pages(path, away)
         for number in range(150):
@@ -657,23 +659,22 @@ def test_a_page_with_a_flipped_byte_is_an_error_and_never_an_answer(path: str) -
     assert change_store(path, b"pages", flip) == 1
     assert pages > 3
     with lowwater.open(path) as db:
-        good = bad = 0
+        good: list[int] = []
         for number in range(1000):
             try:
                 assert db.get("b", f"{number:04}").value == b"%d" % number * 1000
-                good += 1
+                good.append(number)
             except Corrupt:
-                bad += 1
-        assert good > 100
-        assert bad
+                pass
+        assert 100 < len(good) < 1000
         with pytest.raises(Corrupt):
             db.root()
         assert any(finding.severity == "error" for finding in db.check())
-        db.put("b", "0000", b"new")
-        assert db.get("b", "0000").value == b"new"
+        db.put("b", f"{good[0]:04}", b"new")
+        assert db.get("b", f"{good[0]:04}").value == b"new"
     os.rename(f"{path}/pages", f"{path}/pages-away")
     with lowwater.open(path) as db:
-        db.put("b", "0000", b"0" * 1000)
+        db.put("b", f"{good[0]:04}", b"%d" % good[0] * 1000)
         assert [found.value for found in db.scan("b")] == [b"%d" % n * 1000 for n in range(1000)]
         assert list(db.check()) == []
         assert db.root() != root, "versions have their seqs"
@@ -692,8 +693,28 @@ def test_a_newer_state_is_not_called_damage(path: str) -> None:
     assert "upgrade" in caught.value.hint
 
 
+def test_an_older_state_is_made_again_from_the_log(path: str) -> None:
+    """Its fields are others. It is no damage, and the hint is all that has to be done."""
+    root = make(path)
+
+    def older(key: bytes, value: bytes) -> bytes | None:
+        if key != META_KEY:
+            return None
+        fields = {name: each for name, each in cbor2.loads(value).items() if name != "checkpoints_due"}
+        return cbor2.dumps({**fields, "version": META_VERSION - 1})
+
+    assert change_store(path, b"meta", older) == 1
+    with pytest.raises(OlderVersion, match="older") as caught:
+        lowwater.open(path)
+    assert caught.value.path == f"{path}/pages"
+    assert "move this directory away" in caught.value.hint
+    os.rename(f"{path}/pages", f"{path}/pages-away")
+    with lowwater.open(path) as db:
+        assert db.root() == root
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"\xff", cbor2.dumps([]), cbor2.dumps({"version": 1}), b"\x9b" + b"\xff" * 8]
+    "data", [b"", b"\xff", cbor2.dumps([]), cbor2.dumps({"version": META_VERSION}), b"\x9b" + b"\xff" * 8]
 )
 def test_a_state_that_cannot_be_read_is_damage(path: str, data: bytes) -> None:
     """Whatever the decoder runs into."""
@@ -781,7 +802,7 @@ def test_a_full_disk_stops_writes_and_not_reads() -> None:
         with pytest.raises(LogPoisoned):
             db.put_many("b", [("more", b"")])
         with pytest.raises(LogPoisoned):
-            db.checkpoint()
+            db.flush()
         for key, value in written.items():
             assert db.get("b", key).value == value
         with pytest.raises(NotFound):
@@ -806,7 +827,7 @@ def test_a_page_store_that_fails_stops_writes_and_not_reads() -> None:
 
     disk.files.fault = fault
     with pytest.raises(DiskFull) as caught:
-        db.checkpoint()
+        db.flush()
     assert caught.value.hint
     with pytest.raises(DiskFull):
         db.put("b", "k", b"2")
@@ -884,7 +905,7 @@ def test_a_real_full_disk_stops_writes_and_not_reads(tmp_path: Path) -> None:
 
 def test_threads_find_every_acknowledged_put_and_nothing_older(path: str) -> None:
     """Eight writers, four readers, a pool so small that pages and ready objects come and go all the time."""
-    seconds = 2.0
+    seconds = 2.0  # and until each has done something, however slow the machine
     keys = [f"{number}" for number in range(24)]
     acknowledged = dict.fromkeys(keys, 0)  # by key: what a get that begins now must not fall below
     failures: list[BaseException] = []
@@ -947,6 +968,8 @@ def test_threads_find_every_acknowledged_put_and_nothing_older(path: str) -> Non
             for thread in threads:
                 thread.start()
             stop.wait(seconds)
+            while not stop.is_set() and (min(acknowledged.values()) <= 3 or min(reads) <= 50):
+                stop.wait(0.1)
         finally:
             stop.set()
             for thread in threads:
@@ -987,7 +1010,7 @@ def test_a_ready_object_never_outlives_a_put(path: str) -> None:
             for thread in threads:
                 thread.start()
             end = time.monotonic() + 1
-            while time.monotonic() < end and not stop.is_set():
+            while (time.monotonic() < end or acknowledged <= 50) and not stop.is_set():
                 number = acknowledged + 1
                 if number % 3 == 0:
                     db.write([Put("b", "k", b"%d" % (number - 1)), Put("b", "k", b"%d" % number)])
@@ -1058,7 +1081,7 @@ def test_who_has_seen_one_change_of_a_group_sees_all_of_it(path: str) -> None:
                 thread.start()
             end = time.monotonic() + 1
             number = 0
-            while time.monotonic() < end:
+            while (time.monotonic() < end or number <= 5 or reads <= 100) and not wrong:
                 number += 1
                 db.write([Put("b", key, b"%d" % number) for key in keys])
         finally:

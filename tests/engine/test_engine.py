@@ -221,7 +221,7 @@ def test_if_seq_names_a_version_as_reads_show_it(engine: Engine) -> None:
 def test_a_deletion_that_is_kept_in_a_page_is_no_version(engine: Engine) -> None:
     """What somebody may still read decides nothing."""
     feed(engine, [(3, Put("b", "k", b"1")), (4, Control(Kind.HORIZON, {"seq": 3})), (5, Delete("b", "k"))])
-    engine.create_checkpoint()
+    engine.flush()
     assert engine.read("b", "k", 4).value == b"1"
     assert engine.apply_log_entry(6, Delete("b", "k")).refused == Refusal.NO_KEY
     assert engine.apply_log_entry(7, Copy("b", "k", "b", "l")).refused == Refusal.NO_KEY
@@ -235,7 +235,7 @@ def test_a_large_value_is_copied_by_reference_to_the_frame_that_has_it(engine: E
         engine,
         [(5, Put("b", "k", large, {"m": "n"})), (6, Copy("b", "k", "b", "l")), (7, Copy("b", "l", "b", "m"))],
     )
-    engine.create_checkpoint()
+    engine.flush()
     engine.apply_log_entry(8, Copy("b", "m", "b", "n"))
     assert values(engine) == dict.fromkeys("klmn", large)
     assert engine.get("b", "n").metadata == {"m": "n"}
@@ -274,7 +274,7 @@ def test_pins_and_horizons_are_decided_by_the_log(engine: Engine) -> None:
     assert engine.apply_log_entry(11, Control(Kind.UNPIN, {"name": "t"})).refused == Refusal.NO_SNAPSHOT
     feed(engine, [(12, Put("b", "k", b"3")), (13, Control(Kind.NOOP))])
     assert engine.read("b", "k", 7).value == b"2"
-    assert engine.snapshots() == {"s": 7}
+    assert engine.snapshots() == {"s": (7, None)}
     assert engine.apply_log_entry(14, Control(Kind.HORIZON, {"seq": None})).refused is None
     assert engine.apply_log_entry(15, Control(Kind.UNPIN, {"name": "s"})).refused is None
 
@@ -380,7 +380,7 @@ def test_a_first_entry_that_makes_no_sense_is_told(node: Node) -> None:
     assert node.engine.buckets() == []
     with pytest.raises(NotFound):
         node.engine.get("b", "k")
-    assert node.engine.create_checkpoint() == 0
+    assert node.engine.flush() == 0
     assert node.restart().sync() == 0
     assert node.engine.apply_log_entry(1000, CREATE) == (1000, None)
 
@@ -459,7 +459,7 @@ def test_what_is_not_the_same_request_is_a_divergence(
     elif again == "restarted":
         engine = node.restart()
     elif again == "in pages":
-        engine.create_checkpoint()
+        engine.flush()
         engine = node.crash()
     assert feed(engine, APPLIED) == outcomes
     root = engine.root()
@@ -470,7 +470,7 @@ def test_what_is_not_the_same_request_is_a_divergence(
         with pytest.raises(LogDivergence):
             engine.apply_log_entry(*attempt)
     with pytest.raises(LogDivergence):
-        engine.create_checkpoint()
+        engine.flush()
     assert engine.get("b", "k").value == b"w"
     assert engine.root() == root
     assert feed(node.restart(), APPLIED) == outcomes
@@ -599,7 +599,7 @@ def test_marks_keep_their_rules(node: Node, engine: Engine) -> None:
     for wrong in (-1, 2**64, True, "9", None, 1.0):
         with pytest.raises(InputError):
             engine.update_low_water_mark(wrong)  # type: ignore[arg-type]
-    engine.create_checkpoint()
+    engine.flush()
     assert node.restart().marks() == (9, 9, 9, 9, 0, 0)
 
 
@@ -618,7 +618,7 @@ def test_a_disk_that_fails_stops_writing_and_not_reading(node: Node, engine: Eng
     for call in (
         lambda: engine.apply_log_entry(7, Put("b", "k", b"")),
         engine.sync,
-        engine.create_checkpoint,
+        engine.flush,
     ):
         with pytest.raises(LogPoisoned):
             call()
@@ -634,7 +634,7 @@ def test_a_disk_that_fails_stops_writing_and_not_reading(node: Node, engine: Eng
 
 def test_pages_without_their_log_are_refused(node: Node, engine: Engine) -> None:
     """An orchestrator that delivers from the beginning would build another history under them."""
-    engine.create_checkpoint()
+    engine.flush()
     engine.close()
     for name in node.files.list("node/wal"):
         node.files.remove(f"node/wal/{name}")
@@ -897,7 +897,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 8)),
     st.tuples(st.just("sync"), st.just(0)),
     st.tuples(st.just("restart"), st.just(0)),
-    st.tuples(st.just("checkpoint"), st.just(0)),
+    st.tuples(st.just("flush"), st.just(0)),
     st.tuples(st.just("read"), st.just(0)),
     st.tuples(st.just("lwm"), st.integers(0, 100_000)),
     st.tuples(st.sampled_from(SURVIVALS), st.integers(0, 1000)),
@@ -937,8 +937,8 @@ def test_root_and_segments_depend_on_the_entries_alone(
         elif what == "restart":
             engine = node.restart()
             lwm = 0  # what was told since the last flush is to be told again
-        elif what == "checkpoint":
-            engine.create_checkpoint()
+        elif what == "flush":
+            engine.flush()
         elif what == "read":
             engine.root()
             if "b" in engine.buckets():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -48,7 +48,7 @@ def script(driver: Driver) -> None:
     d.put("a", "large", value(1500))
     d.copy("a", "large", "b", "copy")
     d.copy("a", "k", "b", "k")
-    d.checkpoint()  # and the range is divided
+    d.flush()  # and the range is divided
     machine.idle()
     d.put_many("a", [(f"{n:02}", value(257)) for n in range(0, 40, 7)])
     d.snapshot("x")
@@ -57,7 +57,7 @@ def script(driver: Driver) -> None:
         if n % 4 == 0:
             machine.step(2)
     d.put("a", "25", value(9), if_absent=True)
-    d.checkpoint()
+    d.flush()
     d.get("a", "22", d.model.snapshots["x"])
     d.put_many("b", [(f"{n}", value(400)) for n in range(30)])  # more than the pool takes without flushing
     d.move_horizon(d.model.snapshots["x"])
@@ -74,7 +74,7 @@ def script(driver: Driver) -> None:
     d.delete_bucket("b")
     d.create_bucket("c")
     d.put("c", "25", value(2000))
-    d.checkpoint()
+    d.flush()
     d.delete_bucket("c") if not d.model.live("c") else None
     d.write([Put("c", "25", value(300)), Put("c", "1", b"1")])
     machine.step(5)
@@ -91,7 +91,7 @@ def go_on(driver: Driver) -> None:
     driver.put_many("again", [(f"{n}", driver.value(50)) for n in range(12)])
     driver.machine.step(3)
     driver.compare()
-    driver.checkpoint()
+    driver.flush()
     driver.compare()
     driver.reopen()
     driver.compare()
@@ -182,6 +182,16 @@ def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: i
 
 @pytest.mark.parametrize("name", ["pages.before_commit", "pages.after_commit"])
 def test_the_failure_points_of_pages_are_reached_and_survived(name: str) -> None:
+    assert reach_failure_point(name, new_driver, script, go_on) > 5
+
+
+def reach_failure_point(
+    name: str,
+    new_driver: Callable[[], Driver],
+    script: Callable[[Driver], object],
+    go_on: Callable[[Driver], object],
+) -> int:
+    """Crash each time that the script comes to the point, and go on after it. How often it came there."""
     point = failpoints.registry[name]
     reached = 0
     for hit in range(1, 100):
@@ -205,4 +215,5 @@ def test_the_failure_points_of_pages_are_reached_and_survived(name: str) -> None
             break
         driver.recover(LOSSES[hit % len(LOSSES)][0], again=0)
         go_on(driver)
-    assert reached > 5
+        driver.close()
+    return reached

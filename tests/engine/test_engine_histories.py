@@ -18,6 +18,7 @@ from tests.engine.engine_model import BUCKETS, Chance, Driver, Machine, run_by_c
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine.entries import decode_payload
+from lowwater.engine.format import FRAME_BYTES
 from lowwater.engine.log import LogOptions
 from lowwater.engine.replay import frames_from
 
@@ -26,7 +27,7 @@ SEEDS = 20
 SEGMENT_BYTES = 8192
 WRITES = (
     "create_bucket", "delete_bucket", "put", "put_many", "delete", "copy", "write", "snapshot",
-    "drop_snapshot", "move_horizon",
+    "drop_snapshot", "move_horizon", "checkpoint",
 )  # fmt: skip
 
 
@@ -48,12 +49,14 @@ class Call(NamedTuple):
     named: dict[str, Any]
     seq_first: int
     seq_last: int
+    result: Any
 
 
 class History(NamedTuple):
     calls: list[Call]
     units: list[tuple[list[int], list[bytes]]]  # what a log takes in one call: an entry or a group
     root: str
+    checkpoints: dict[int, str]  # all that were made, by seq
     segments: dict[str, bytes]
     live: frozenset[int]  # seqs of entries that a live key has its value from
     referred: frozenset[int]  # seqs of entries whose values copies refer to
@@ -76,7 +79,7 @@ class Recorder:
         now_us = self._machine.clock.now_us()
         seq_first = self._db.marks().applied + 1
         result = real(*arguments, **named)
-        self.calls.append(Call(now_us, name, arguments, named, seq_first, self._db.marks().applied))
+        self.calls.append(Call(now_us, name, arguments, named, seq_first, self._db.marks().applied, result))
         return result
 
 
@@ -114,13 +117,13 @@ def history() -> History:
     root = driver.model.root()
     log = recorder._db._log
     frames = [placed for run in frames_from(log, machine.files, 1) for placed in run]
-    entries = [decode_payload(frame.seq, frame.payload) for frame in frames]
+    entries = [decode_payload(frame.seq, frame.frame[FRAME_BYTES:]) for frame in frames]
     units: list[tuple[list[int], list[bytes]]] = []
     for frame, entry in zip(frames, entries, strict=True):
         if not units or not _goes_on(units[-1], entry):
             units.append(([], []))
         units[-1][0].append(frame.seq)
-        units[-1][1].append(frame.payload)
+        units[-1][1].append(frame.frame[FRAME_BYTES:])
     live = {found.seq for bucket in driver.model.bucket_names() for found in driver.model.live(bucket)}
     extras = [entry.extras for entry in entries if entry.extras is not None]
     machine.db.close()
@@ -129,6 +132,7 @@ def history() -> History:
         recorder.calls,
         units,
         root,
+        {call.seq_last: call.result for call in recorder.calls if call.name == "checkpoint"},
         sealed(machine, seal_us),
         frozenset(live),
         frozenset(each.value_ref.seq for each in extras if each.value_ref is not None),
@@ -168,7 +172,7 @@ def look_around(machine: Machine, rng: random.Random) -> None:
     if roll < 0.03:
         machine.clock.advance(rng.choice((0.1, 2)))
     elif roll < 0.05:
-        machine.db.checkpoint()
+        machine.db.flush()
     elif roll < 0.07:
         machine.db.root()
     elif roll < 0.1 and machine.db.buckets():
@@ -248,6 +252,8 @@ def compare(number: int) -> None:
         assert machine.db.root() == history().root
         machine.idle()
         assert machine.db.root() == history().root
+        for found in machine.db.checkpoints():
+            assert found.id == history().checkpoints[found.seq]
         machine.db.close()
         assert sealed(machine, history().seal_us) == history().segments
     except AssertionError as error:

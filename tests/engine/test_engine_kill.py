@@ -8,14 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from lowwater import Database, Entry
 from lowwater.engine.database import EngineOptions
+from lowwater.engine.entries import decode_body
 from lowwater.engine.log import LogOptions
 from lowwater.engine.opening import open_with
 
@@ -24,7 +27,7 @@ from lowwater.engine.opening import open_with
 # and "done <thread> <serial> <seq>" after its acknowledgement. What a write does follows from life, thread
 # and serial, so the test knows it too. Lines are shorter than a pipe's atomic write, so they never mix.
 SERVER = """
-import os, sys, threading
+import os, sys, threading, time
 from lowwater import Delete, Put
 from lowwater.engine.database import EngineOptions
 from lowwater.engine.log import LogOptions
@@ -46,6 +49,8 @@ def work(db, life, thread):
             ])
         elif way == "many":
             seq = db.put_many("b", changes)
+        elif way in ("transaction", "aborted"):
+            seq = transact(db, changes, way)
         else:
             (key, value), = changes
             if value is None:
@@ -63,12 +68,34 @@ def work(db, life, thread):
                 seq = db.put("b", key, value)
         say(f"done {thread} {serial} {seq}")
 
+def make_checkpoints(db):
+    while True:
+        db.checkpoint()
+        time.sleep(0.02)
+
+def transact(db, changes, way):
+    # Larger than a quarter of the pool: it is in the log before its end.
+    txn = db.transaction()
+    for number, (key, value) in enumerate(changes):
+        if number == len(changes) // 2:
+            savepoint = txn.savepoint()
+            for key_undone, _ in changes[::3]:
+                txn.put("b", key_undone, bytes(4000))
+            txn.rollback_to(savepoint)
+        txn.put("b", key, value)
+    if way == "aborted":
+        txn.abort()
+        return 0
+    return txn.commit()
+
 def live(life):
     db = open_with(sys.argv[1], log_options=log_options(life), options=options(life))
     if not db.buckets():
         db.create_bucket("b")
     for thread in range(THREADS):
         threading.Thread(target=work, args=(db, life, thread)).start()
+    if life % 2:
+        threading.Thread(target=make_checkpoints, args=(db,)).start()
 
 for line in sys.stdin:
     pid = os.fork()
@@ -95,7 +122,8 @@ KEYS = 3000
 def write_of(life, thread, serial):
     """The way of a write and its changes: keys with values, None for a deletion."""
     rng = random.Random(f"{life}/{thread}/{serial}")
-    way = rng.choice(("put", "put", "conditional", "delete", "many", "many", "group", "large"))
+    ways = ("put", "put", "conditional", "delete", "many", "many", "group", "large")
+    way = rng.choice((*ways, *ways, "transaction", "aborted"))
     def key():
         return f"{thread}/{rng.randrange(KEYS):05}"
     def value(size):
@@ -106,6 +134,8 @@ def write_of(life, thread, serial):
         return way, [(key(), value(rng.choice((300, 5000, 60000))))]
     if way == "many":
         return way, [(key(), value(200)) for _ in range(100)]
+    if way in ("transaction", "aborted"):
+        return way, [(key(), value(rng.choice((50, 200, 6000)))) for _ in range(150)]
     if way == "group":
         return way, [(key(), None if rng.random() < 0.3 else value(50)) for _ in range(rng.randint(1, 12))]
     return way, [(key(), value(rng.randrange(120)))]
@@ -136,9 +166,13 @@ class Killer:
         # The state as the log's entries make it, up to `replayed`.
         self.state: dict[str, tuple[int, bytes]] = {}
         self.replayed = 0
+        # What transactions that have not ended have written.
+        self.open: dict[int, list[Entry]] = {}
+        self.ended_in_the_log: Counter[str] = Counter()
         self.pid = 0
         self.acknowledged = 0
         self.lives_that_flushed = 0
+        self.checkpoints_seen: set[int] = set()
 
     def live_and_die(self, server: subprocess.Popen[str], life: int) -> dict[int, list[tuple[int, int]]]:
         """One life, ended after so many acknowledgements, which may be none; what each thread was promised:
@@ -179,16 +213,42 @@ class Killer:
         for entry in db.log(self.replayed + 1):
             assert entry.seq == self.replayed + 1, "the log gives seqs without holes"
             self.replayed = entry.seq
-            if entry.kind not in ("put", "delete"):
-                continue
-            seq = self.version_seq(entry)
-            value = bytes(entry.value) if entry.kind == "put" else None
-            new[entry.key, value] = seq
-            if value is None:
-                self.state.pop(entry.key, None)
-            else:
-                self.state[entry.key] = (seq, value)
+            if (end := self.end_of_transaction(entry)) is not None:
+                self.ended_in_the_log[end] += 1
+            for change in self.effects(entry, self.open):
+                seq = entry.seq if entry.kind == "commit" else self.version_seq(entry)
+                value = bytes(change.value) if change.kind == "put" else None
+                new[change.key, value] = seq
+                if value is None:
+                    self.state.pop(change.key, None)
+                else:
+                    self.state[change.key] = (seq, value)
         return new
+
+    @staticmethod
+    def end_of_transaction(entry: Entry) -> str | None:
+        if entry.kind == "abort":
+            return "abort" if decode_body(entry).get("savepoint") is None else "rollback"
+        return "commit" if entry.kind == "commit" else None
+
+    @staticmethod
+    def effects(entry: Entry, pending: dict[int, list[Entry]]) -> list[Entry]:
+        """The puts and deletes that others see from this entry on. `pending` has those of transactions that
+        have not ended."""
+        assert entry.refused is None, "an embedded database refuses before"
+        if entry.kind == "begin":
+            pending[entry.seq] = []
+        elif entry.txn is None:
+            return [entry] if entry.kind in ("put", "delete") else []
+        elif entry.kind == "commit":
+            return pending.pop(entry.txn)
+        elif entry.kind != "abort":
+            pending[entry.txn].append(entry)
+        elif (savepoint := decode_body(entry).get("savepoint")) is not None:
+            pending[entry.txn] = [each for each in pending[entry.txn] if each.seq <= savepoint]
+        else:
+            del pending[entry.txn]
+        return []
 
     @staticmethod
     def version_seq(entry: Entry) -> int:
@@ -201,18 +261,42 @@ class Killer:
         with open_with(self.directory, log_options=LogOptions(), options=options) as db:
             before = self.replayed
             new = self.replay(db)
+            assert not self.open, "opening has ended what a crash has left"
             self.lives_that_flushed += db.redone < self.replayed - before
             self.require_promises(life, promised, new)
             held = {found.key: (found.seq, found.value) for found in db.scan("b")} if db.buckets() else {}
             assert held == self.state, "a scan shows something else than the log"
             for key in self.rng.sample(sorted(self.state), min(20, len(self.state))):
                 assert db.get("b", key).value == self.state[key][1]
+            if db.checkpoints():
+                self.require_rows(db)
             if whole:
                 assert list(db.check()) == []
                 root = db.root()
                 seq = db.marks().applied
         if whole:
             self.require_same_root(root, seq)
+
+    def require_rows(self, db: Database) -> None:
+        """The newest checkpoint holds what the log says as of its seq."""
+        stored = db.checkpoints()[0]
+        self.checkpoints_seen.add(stored.seq)
+        expected: dict[str, tuple[int, bytes]] = {}
+        pending: dict[int, list[Entry]] = {}
+        for entry in db.log("earliest"):
+            if entry.seq > stored.seq:
+                break
+            for change in self.effects(entry, pending):
+                if change.kind == "put":
+                    seq = entry.seq if entry.kind == "commit" else self.version_seq(entry)
+                    expected[change.key] = seq, bytes(change.value)
+                else:
+                    expected.pop(change.key, None)
+        rows = {row.key: row for row in stored.rows() if row.bucket}
+        assert rows.keys() == expected.keys()
+        for key, (seq, value) in expected.items():
+            assert rows[key].seq == seq
+            assert rows[key].value_hash == blake3(value).digest() or rows[key].value == value
 
     def require_promises(
         self,
@@ -225,7 +309,9 @@ class Killer:
                 way, changes = self.write_of(life, thread, serial)
                 if seq == UNDER_WAY:
                     there = [change in new for change in changes if change[1] is not None]
-                    assert way != "group" or all(there) or not any(there), "half a group survived"
+                    assert way not in ("group", "transaction") or all(there) or not any(there), (
+                        "half a group survived"
+                    )
                 elif seq:  # otherwise there was nothing to delete
                     assert all(change in new for change in changes), (
                         f"write {serial} of thread {thread} was acknowledged as {seq}"
@@ -264,6 +350,8 @@ class Killer:
                     os.kill(self.pid, signal.SIGKILL)
         assert self.acknowledged > 20 * kills
         assert self.lives_that_flushed > kills // 10, "pages were to be flushed all the time"
+        assert len(self.checkpoints_seen) > kills // 10, "checkpoints were to be made all the time"
+        assert min(self.ended_in_the_log[kind] for kind in ("commit", "abort", "rollback")) > kills // 10
 
 
 def test_nothing_acknowledged_is_lost_in_10_kills(tmp_path: Path) -> None:

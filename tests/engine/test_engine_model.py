@@ -24,6 +24,7 @@ from tests.engine.engine_model import (
     run_by_chance,
     small_limits,
 )
+from tests.engine.transaction_model import Written
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
@@ -34,7 +35,7 @@ from lowwater.engine.ranges import Range
 from lowwater.errors import LowwaterError
 
 # `MODEL_STEPS=1000000 pytest tests/engine/test_engine_model.py -k chance` goes on for some minutes.
-STEPS = int(os.environ.get("MODEL_STEPS", "80000"))
+STEPS = int(os.environ.get("MODEL_STEPS", "160000"))
 STEPS_EACH = 2000
 CHUNKS = 4
 
@@ -75,7 +76,9 @@ def test_calls_by_chance_are_answered_as_by_the_model(chunk: int) -> None:
     seen = run_all(range(1000 + chunk, 1000 + max(CHUNKS, STEPS // STEPS_EACH), CHUNKS), STEPS_EACH)
     for what in (
         "written", "found", "scans", "pages", "crashes", "NotFound", "AlreadyExists", "ConditionFailed",
-        "NotEmpty", "VersionGone",
+        "NotEmpty", "VersionGone", "repeated", "ended", "found at a time",
+        "spilled", "committed", "committed large", "aborted", "doomed",
+        "Conflict at a commit", "rolled back in the log", "scans in transactions",
     ):  # fmt: skip
         assert seen[what] > 10, f"{what} was hardly ever seen"
     assert seen["ranges, at most"] > STEPS_EACH // 300, "ranges were never divided"
@@ -201,6 +204,29 @@ class DatabaseCalls(RuleBasedStateMachine):
         call = self.driver.drop_snapshot if drop else self.driver.snapshot
         self.driver.guarded(lambda: call(name))
 
+    @rule(name=st.sampled_from("xy"), ttl_s=st.sampled_from((0.5, 100.0)))
+    def snapshot_that_ends(self, name: str, ttl_s: float) -> None:
+        self.driver.guarded(lambda: self.driver.snapshot(name, ttl_s))
+
+    @rule(ttl_s=st.sampled_from((0.5, 100.0)))
+    def open_session(self, ttl_s: float) -> None:
+        self.driver.guarded(lambda: self.driver.open_session(ttl_s))
+
+    @rule(number=st.integers(0, 3), distance=st.integers(-4, 2), bucket=buckets, key=keys, size=sizes)
+    def request(self, number: int, distance: int, bucket: str, key: str, size: int) -> None:
+        sessions = self.driver.model.sessions
+        if sessions:
+            session_id = sorted(sessions)[number % len(sessions)]
+            request = max(1, sessions[session_id].highest + distance)
+            items = [(key, self.driver.value(size))] * (1 + number // 2)
+            self.driver.guarded(lambda: self.driver.request(session_id, request, 0, bucket, items))
+
+    @rule(bucket=buckets, key=keys, number=st.integers(0), offset_us=st.sampled_from((-1, 0, 1)))
+    def get_at_time(self, bucket: str, key: str, number: int, offset_us: int) -> None:
+        times = self.driver.model.times
+        time_us = times[-1 - number % len(times)][0] + offset_us
+        self.driver.guarded(lambda: self.driver.get_at_time(bucket, key, time_us))
+
     @rule(back=back)
     def move_horizon(self, back: int | None) -> None:
         self.driver.guarded(lambda: self.driver.move_horizon(self.at(back)))
@@ -209,18 +235,59 @@ class DatabaseCalls(RuleBasedStateMachine):
     def root(self, back: int | None) -> None:
         self.driver.guarded(lambda: self.driver.root(self.at(back)))
 
+    @rule(serializable=st.booleans())
+    def begin_transaction(self, serializable: bool) -> None:
+        if len(self.driver.txns) < 3:
+            self.driver.guarded(lambda: self.driver.begin(serializable=serializable))
+
+    @precondition(lambda self: self.driver is not None and self.driver.txns)
+    @rule(
+        number=st.integers(0, 2),
+        bucket=buckets,
+        writes=st.lists(st.tuples(keys, sizes | st.none()), min_size=1, max_size=20),
+    )
+    def write_in_transaction(self, number: int, bucket: str, writes: list[tuple[str, int | None]]) -> None:
+        opened = self.driver.txns[number % len(self.driver.txns)]
+        for key, size in writes:
+            written = Written((bucket, key), None if size is None else self.driver.value(size))
+            if opened in self.driver.txns:
+                self.driver.guarded(lambda written=written: self.driver.txn_write(opened, written))
+
+    @precondition(lambda self: self.driver is not None and self.driver.txns)
+    @rule(
+        number=st.integers(0, 2),
+        what=st.sampled_from(("savepoint", "rollback", "commit", "abort", "get", "scan")),
+        bucket=buckets,
+        key=keys,
+        prefix=prefixes,
+    )
+    def use_transaction(self, number: int, what: str, bucket: str, key: str, prefix: str) -> None:
+        driver = self.driver
+        opened = driver.txns[number % len(driver.txns)]
+        calls: dict[str, Any] = {
+            "savepoint": lambda: driver.savepoint(opened),
+            "rollback": lambda: driver.rollback_to(opened, number),
+            "commit": lambda: driver.commit(opened),
+            "abort": lambda: driver.abort(opened),
+            "get": lambda: driver.txn_get(opened, (bucket, key)),
+            "scan": lambda: driver.txn_scan(opened, bucket, prefix),
+        }
+        driver.guarded(calls[what])
+
     @rule()
-    def checkpoint(self) -> None:
-        self.driver.guarded(self.driver.checkpoint)
+    def flush(self) -> None:
+        self.driver.guarded(self.driver.flush)
 
     @rule(count=st.sampled_from((1, 2, 5, 20)))
     def step(self, count: int) -> None:
         self.driver.guarded(lambda: self.driver.machine.step(count))
+        self.driver.guarded(self.driver.absorb)
 
     @rule(seconds=st.sampled_from((0.0, 0.000001, 1.0)), offset_us=st.sampled_from((0, -1000, 1000)))
     def idle(self, seconds: float, offset_us: int) -> None:
         self.driver.machine.clock.wall_offset_us = offset_us
         self.driver.guarded(lambda: self.driver.machine.idle(seconds))
+        self.driver.guarded(self.driver.absorb)
 
     @rule()
     def reopen(self) -> None:
@@ -268,9 +335,9 @@ def opened(*, pool_bytes_max: int = 2**20) -> Driver:
     return driver
 
 
-def checkpoint(driver: Driver) -> None:
+def flush_pages(driver: Driver) -> None:
     """And have memory let go of what is in pages now."""
-    driver.checkpoint()
+    driver.flush()
     driver.machine.idle()
 
 
@@ -281,9 +348,9 @@ def test_a_page_that_becomes_empty_is_not_given_to_one_that_was_flushed_later() 
     driver = opened()
     names = [f"{n:03}" for n in range(200)]
     driver.put_many("a", [(name, b"") for name in names])
-    checkpoint(driver)
+    flush_pages(driver)
     driver.put("a", "000", b"more")
-    checkpoint(driver)  # after which the ranges are divided
+    flush_pages(driver)  # after which the ranges are divided
     first = next(
         each.layout.keys
         for each in driver.db._state.map.ranges[1:]
@@ -293,14 +360,14 @@ def test_a_page_that_becomes_empty_is_not_given_to_one_that_was_flushed_later() 
     assert emptied
     for name in emptied:
         driver.delete("a", name)
-    checkpoint(driver)
+    flush_pages(driver)
     driver.put("a", emptied[-1], b"acknowledged")
     # Later than that, and flushed before it: the neighbours.
     neighbour = next(name for name in reversed(names) if encoded("a", name) < first[0])
     driver.put("a", neighbour, b"later")
     _flush_range_of(driver, encoded("a", neighbour))
     driver.recover("lose", again=0)
-    checkpoint(driver)
+    flush_pages(driver)
     driver.get("a", emptied[-1])
     driver.compare()
 
@@ -335,7 +402,7 @@ def test_versions_of_a_snapshot_are_kept_after_reopening() -> None:
     driver.put("a", "k", b"3")
     driver.get("a", "k", at)
     driver.get("a", "k", driver.model.applied - 1)
-    checkpoint(driver)
+    flush_pages(driver)
     driver.get("a", "k", driver.model.applied - 1)
 
 
@@ -347,7 +414,7 @@ def test_redo_keeps_what_a_horizon_needs_that_came_after_others() -> None:
     driver.put("a", "k", b"1")
     driver.snapshot("x")
     kept = driver.model.applied - 1
-    checkpoint(driver)
+    flush_pages(driver)
     driver.put("a", "other", b"dirty from here on")
     driver.move_horizon(None)
     driver.put("a", "k", b"2")
@@ -398,7 +465,7 @@ def test_values_around_the_inline_limit_are_flushed(size: int) -> None:
     driver = opened()
     driver.put("a", "k", driver.value(size))
     driver.put_many("a", [("l" * 40, driver.value(size)), ("m", b"")])
-    checkpoint(driver)
+    flush_pages(driver)
     driver.reopen()
     driver.compare()
 
@@ -409,7 +476,7 @@ def test_layouts_that_are_no_longer_in_force_leave_memory() -> None:
     driver.put_many("a", [(f"{n:03}", b"x") for n in range(100)])
     for _ in range(200):
         driver.put_many("a", [(f"{n:03}", b"x") for n in range(0, 100, 10)])
-        checkpoint(driver)
+        flush_pages(driver)
     queue = driver.db._state.clean._queue
     in_force = sum(len(each.layout.keys) for each in driver.db._state.map.ranges)
     assert len(queue) < 4 * in_force + 2000
@@ -426,7 +493,7 @@ def test_the_model_itself_finds_a_page_that_claims_too_much(monkeypatch: pytest.
         return merged
 
     monkeypatch.setattr(flush, "merge", claims_more)
-    with pytest.raises((AssertionError, LowwaterError)):
+    with pytest.raises((AssertionError, LowwaterError, pytest.fail.Exception)):
         run_all(range(20), 300)
 
 
@@ -440,5 +507,5 @@ def test_the_model_itself_finds_a_change_that_left_memory_too_early(monkeypatch:
             self.frozen.pop(random.Random(1).choice(sorted(self.frozen)))
 
     monkeypatch.setattr(Range, "freeze", freeze)
-    with pytest.raises((AssertionError, LowwaterError)):
+    with pytest.raises((AssertionError, LowwaterError, pytest.fail.Exception)):
         run_all(range(20), 300)

@@ -196,7 +196,7 @@ def test_kinds_of_the_document_are_those_of_the_code() -> None:
     assert min(kind for kind in Kind if kind >= 32) == chain.FIRST_CONTROL_KIND == Kind.CREATE
     ends = {row[1] for row in rows if "ends its segment" in row[4]}
     assert ends == {kind.name.lower() for kind in chain.ENDS_SEGMENT}
-    for first, last in ((64, 79), (80, 95), (96, 111)):
+    for first, last in ((64, 79), (83, 95), (96, 111)):
         assert f"{first}–{last}" in text()
         assert not [kind for kind in Kind if first <= kind <= last]
 
@@ -252,8 +252,8 @@ def test_names_of_files_are_those_of_the_code() -> None:
     first_last = "<first>-<last>"
     for name in (f"segment-{first_last}.log", f"sealing-{first_last}.log", f"segment-{first_last}.log.zst"):
         assert name in names
-    assert {directory.CURRENT, directory.HINT, directory.LOCK} <= names
-    assert f"`{directory.SPARE}`, `{directory.HINT_TEMPORARY}`" in text()
+    assert {directory.CURRENT, directory.HINT, directory.LOCK, directory.OWNER} <= names
+    assert f"`{directory.SPARE}`, `{directory.HINT_TEMPORARY}`, `{directory.OWNER_TEMPORARY}`" in text()
     digits = "00000000000000000001-18446744073709551615"
     assert directory.segment_name(1, format.SEQ_MAX) == f"segment-{digits}.log"
     assert directory.segment_name(1, format.SEQ_MAX, sealed=False) == f"sealing-{digits}.log"

@@ -673,7 +673,7 @@ def test_a_thread_that_is_interrupted_while_it_waits_leaves_no_request_behind() 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -699,7 +699,7 @@ class Asking:
         until(lambda: manager.table.waits > waits or not self.thread.is_alive())
 
     def join(self) -> BaseException | None:
-        self.thread.join(20)
+        self.thread.join(120)
         assert not self.thread.is_alive()
         return self.error
 
@@ -783,6 +783,10 @@ def test_sixteen_threads_lose_no_update_and_never_hang() -> None:
     failures: list[BaseException] = []
     end = time.monotonic() + 2
 
+    def enough() -> bool:
+        """On a machine with few cores some threads wait for long before they get through once."""
+        return bool(failures) or (min(done) > 0 and manager.table.deadlocks > 0 and manager.table.waits > 0)
+
     def transfer(random: Random, owner: Owner) -> None:
         one, other = random.sample(range(8), 2)
         kind = random.random()
@@ -808,7 +812,7 @@ def test_sixteen_threads_lose_no_update_and_never_hang() -> None:
     def work(number: int) -> None:
         random = Random(number)
         try:
-            while time.monotonic() < end:
+            while time.monotonic() < end or not enough():
                 owner = Owner(str(number), next(started))
                 try:
                     transfer(random, owner)
@@ -827,19 +831,16 @@ def test_sixteen_threads_lose_no_update_and_never_hang() -> None:
         threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(16)]
         for thread in threads:
             thread.start()
-        while time.monotonic() < end:
+        while time.monotonic() < end or not enough():
             time.sleep(0.1)
             assert list(manager.check()) == []
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
     finally:
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
     assert sum(accounts.values()) == 800
-    assert min(done) > 0, "a thread never got through"
-    assert manager.table.deadlocks > 0
-    assert manager.table.waits > 0
     assert is_empty(manager.table)
     assert not manager._turns
     print(sum(done), "transactions,", vars(manager.table))

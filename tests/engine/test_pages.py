@@ -23,9 +23,11 @@ from lowwater.engine.pages import (
     PAGE_KEY_BYTES,
     REFERENCE,
     TOMBSTONE,
+    UNSTAMPED,
     Boundaries,
     Page,
     Record,
+    Version,
     after_prefix,
     bucket_range,
     decode_key,
@@ -33,6 +35,7 @@ from lowwater.engine.pages import (
     encode_key,
     encode_page,
     merge,
+    merge_puts,
     page_key,
 )
 from lowwater.errors import Corrupt, LowwaterError, NewerVersion, NotLowwater
@@ -110,8 +113,9 @@ def test_flags_and_limits_of_the_document_are_those_of_the_code() -> None:
         (TOMBSTONE, TOMBSTONE, "tombstone"),
         (REFERENCE, REFERENCE, "reference"),
         (BUCKET, BUCKET, "bucket"),
+        (UNSTAMPED, UNSTAMPED, "unstamped"),
     ]
-    assert pages.FLAGS_KNOWN == TOMBSTONE | REFERENCE | BUCKET
+    assert pages.FLAGS_KNOWN == TOMBSTONE | REFERENCE | BUCKET | UNSTAMPED
     assert f"first {PAGE_KEY_BYTES} bytes" in text()
 
 
@@ -256,13 +260,40 @@ def test_a_page_comes_back_as_it_was(rows: Rows, seq: int, key: bytes) -> None:
     for one in {*wanted, *(part + b"\0" for part in wanted), b"", b"\xff" * 6}:
         index = wanted.index(one) if one in wanted else -1
         cold = decode_page(data, key)
-        assert [cold.find(one), cold.find(one), page.find(one), make_page(rows).find(one)] == [index] * 4
+        assert [each.find(one) for each in (cold, cold, cold, page, make_page(rows))] == [index] * 5
         if index >= 0:
             assert cold.versions(index) == wanted.count(one)
     for one, seq, *_ in rows:
         for at in {0, seq - 1, seq, seq + 1}:
             expected = [index for index, row in enumerate(rows) if row[0] == one and row[1] <= at]
             assert decode_page(data, key).version_at(one, at) == (expected[0] if expected else -1)
+
+
+@given(
+    st.text("bä\x7f", min_size=1, max_size=90),
+    st.lists(st.text("ax\0ä€", min_size=1, max_size=4), min_size=1, max_size=12, unique=True),
+    st.data(),
+)
+def test_bounds_and_plain_rows_are_those_of_the_keys(
+    bucket: str, names: list[str], data: st.DataObject
+) -> None:
+    """With names of buckets that are long and no ASCII: their length is a byte of the key."""
+    names = sorted(names, key=str.encode)
+    keys = [encode_key(bucket.encode(), name.encode()) for name in names]
+    columns = make_page([(key, 1 + at, 20 + at, 0, b"", b"v" * at) for at, key in enumerate(keys)])
+    low = data.draw(st.sampled_from([*keys, b"", keys[0] + b"\0", keys[-1] + b"\0"]))
+    high = data.draw(st.sampled_from([*keys, None, keys[0] + b"\0", b"\xff" * 99]))
+    inside = [index for index, key in enumerate(keys) if low <= key and (high is None or key < high)]
+    for page in (columns, decode_page(encode_page(columns, b""), b"")):
+        start, stop = page.bounds(low, high)
+        assert [*range(start, stop)] == inside
+        found = page.plain_rows(start, stop, 1 + len(bucket.encode()))
+        assert [list(column) for column in found] == [
+            [names[at] for at in inside],
+            [b"v" * at for at in inside],
+            [1 + at for at in inside],
+            [20 + at for at in inside],
+        ]
 
 
 def test_a_key_of_many_versions_is_stored_once() -> None:
@@ -371,7 +402,7 @@ def test_wrong_numbers_under_a_right_checksum_raise_typed_errors_only(changes: l
 def test_what_is_not_known_is_newer_and_what_must_be_zero_is_compared() -> None:
     """A flag may change what a value means."""
     data = bytearray(DATA)
-    data[DATA.index(bytes([0, TOMBSTONE, REFERENCE]) + b"\1ba")] = 8
+    data[DATA.index(bytes([0, TOMBSTONE, REFERENCE]) + b"\1ba")] = 16
     with pytest.raises(NewerVersion):
         decode_page(with_checksum(data, b"page key"), b"page key")
     data = bytearray(DATA)
@@ -617,3 +648,66 @@ def test_merging_keeps_what_the_model_keeps(seed: int) -> None:
             page = decode_page(data, low) if data is not None else None
             index = page.version_at(key, at) if page is not None else -1
             assert (page.row(index) if page is not None and index >= 0 else None) == expected
+
+
+# ---------------------------------------------------------------------------- merging by column
+
+
+@given(st.sets(st.integers(0, 300), max_size=80), st.sets(st.integers(0, 300), min_size=1), st.booleans())
+def test_merging_by_column_is_merging(held: set[int], put: set[int], stored: bool) -> None:
+    """Small values, and large ones by reference, in pages that may be divided."""
+    boundaries = Boundaries(b"salt", 7)
+    low = b"\1b"
+
+    def version(number: int, seq: int) -> Version:
+        flags = REFERENCE if number % 5 == 0 else 0
+        return (seq, seq, seq * 7, flags, b"", bytes(64) if flags else b"%d" % seq)
+
+    def keys_of(numbers: set[int]) -> list[bytes]:
+        return [encode_key(b"b", b"%03d" % number) for number in sorted(numbers)]
+
+    rows = [
+        (key, *version(number, 10 + number)[1:])
+        for key, number in zip(keys_of(held), sorted(held), strict=True)
+    ]
+    page = make_page(rows, 400) if rows else None
+    if page is not None and stored:
+        page = decode_page(encode_page(page, low), low)
+    keys = keys_of(put)
+    versions = [version(number, 500 + number) for number in sorted(put)]
+    _, seqs, times, flags, _, values = zip(*versions, strict=True)
+    columns = (array("Q", seqs), array("Q", times), bytearray(flags), list(values))
+    by_column = merge_puts(page, low, keys, columns, frozen_seq=900, boundaries=boundaries)
+    one_by_one = merge(
+        page,
+        low,
+        [(key, [each]) for key, each in zip(keys, versions, strict=True)],
+        frozen_seq=900,
+        floor=900,
+        boundaries=boundaries,
+    )
+    assert [(key, encode_page(each, key)) for key, each in by_column] == [
+        (key, encode_page(each, key)) for key, each in one_by_one
+    ]
+    assert all(each.has_mere_puts for _, each in by_column)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=600)), st.sampled_from([1, 2, 7, 64, 10**9]))
+def test_the_cuts_of_many_keys_are_those_of_each(keys: list[bytes], page_keys: int) -> None:
+    boundaries = Boundaries(b"salt", page_keys)
+    assert boundaries.cuts(keys) == [page_key(key) for key in keys if boundaries.is_boundary(key)]
+
+
+@pytest.mark.parametrize("ends", [[2, 1, 3], [1, 2, 4], [0, 9, 3], [3, 3, 2]])
+def test_a_page_whose_keys_do_not_follow_each_other_is_corrupt(ends: list[int]) -> None:
+    """Under a good checksum, as nobody but us could write it."""
+    data = bytearray(encode_page(make_page([(key, 1, 1, 0, b"", b"") for key in (b"a", b"b", b"c")]), b""))
+    at = pages.HEADER_BYTES + 3 * 16
+    assert data[at : at + 12] == array("I", [1, 2, 3]).tobytes()
+    data[at : at + 12] = array("I", ends).tobytes()
+    covered = bytes(data[:12] + data[16:])
+    data[12:16] = struct.pack("<I", crc32(covered))
+    page = decode_page(bytes(data), b"")
+    for read in (lambda: page.find(b"a"), lambda: page.keys, lambda: page.bounds(b"", None)):
+        with pytest.raises(Corrupt):
+            read()

@@ -20,7 +20,9 @@ from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.workload import Machine
 from lowwater.engine.entries import Entry, Put
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.reader import SealedReader
+from lowwater.engine.reader import SealedReader, place_of
+from lowwater.engine.real import RealFile, RealFiles
+from lowwater.engine.replay import frames_from
 from lowwater.engine.ring import Chunk
 from lowwater.errors import Corrupt, NotFound
 
@@ -84,6 +86,51 @@ def test_a_payload_is_found_by_its_seq_and_a_hole_is_none(holes: Machine) -> Non
     """How a repeated delivery is told from a different one."""
     for seq in range(1, max(holes.oracle.entries) + 2):
         assert (holes.log.payload_at(seq) is not None) == (seq in holes.oracle.entries)
+
+
+def test_a_frame_is_located_by_its_seq_in_whatever_state_its_segment_is(holes: Machine) -> None:
+    """What a copy refers to is where the page says that it is, for ever."""
+    log = holes.log
+    log.sync()
+    runs = frames_from(log, holes.files, 0)
+    places = {placed.seq: (placed.segment_first, placed.offset) for run in runs for placed in run}
+    assert set(places) == set(holes.oracle.entries)
+    for seq in range(max(places) + 3):
+        assert place_of(log.wal, seq) == places.get(seq)
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["current", "sealed"])
+def test_locating_a_frame_reads_little_of_a_long_segment(tmp_path: Path, seal: bool) -> None:
+    """Each copy of a large value does it."""
+    read = 0
+
+    class CountingFile(RealFile):
+        def read_at(self, offset: int, size: int) -> bytes:
+            nonlocal read
+            data = super().read_at(offset, size)
+            read += len(data)
+            return data
+
+    with Log.open(tmp_path / "log") as log:
+        log.append(*[put(number) for number in range(20_000)])
+        if seal:
+            log.seal()
+            log.wal.store.seal_all()
+        real = log.wal.files
+
+        class CountingFiles(RealFiles):
+            def open(
+                self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+            ) -> RealFile:
+                file = RealFiles.open(self, path)
+                counting = CountingFile(file._fd)
+                file._fd = -1
+                return counting
+
+        log.wal.files = CountingFiles()
+        assert place_of(log.wal, 10_000) is not None
+        log.wal.files = real
+    assert 0 < read < 8192
 
 
 def test_a_reader_that_was_begun_ends_with_what_was_durable_then(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lowwater
+from lowwater.engine import transactions
 from lowwater.engine.database import Database, EngineOptions
 from lowwater.engine.log import Seams
 from lowwater.engine.memory import MemoryFiles
@@ -71,7 +72,7 @@ def test_a_transaction_reads_as_of_one_moment(db: Database) -> None:
     txn = db.transaction()
     db.put("b", "x", b"2")
     db.put("b", "new", b"3")
-    db.checkpoint()
+    db.flush()
     assert txn.get("b", "x").value == b"1"
     with pytest.raises(NotFound):
         txn.get("b", "new")
@@ -114,7 +115,7 @@ def test_a_deletion_by_others_is_a_conflict_too(db: Database) -> None:
     db.put("b", "x", b"1")
     txn = db.transaction()
     db.delete("b", "x")
-    db.checkpoint()
+    db.flush()
     with pytest.raises(Conflict):
         txn.put("b", "x", b"2")
 
@@ -144,7 +145,7 @@ def test_a_phantom_is_refused_by_serializable(db: Database) -> None:
     txn = db.transaction("serializable")
     assert list(txn.scan("b", "room/")) == []
     db.put("b", "room/1", b"taken")
-    db.checkpoint()
+    db.flush()
     txn.put("b", "booking", b"room 1")
     with pytest.raises(Conflict):
         txn.commit()
@@ -226,10 +227,14 @@ def test_misuse_is_told(db: Database) -> None:
         txn.put("nowhere", "k", b"")
     with pytest.raises(NotFound):
         txn.delete("b", "nothing")
-    txn.put("b", "0", bytes(15 * 2**20))
-    txn.put("b", "1", bytes(15 * 2**20))
-    with pytest.raises(LimitExceeded):
-        txn.put("b", "2", bytes(15 * 2**20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transactions, "TXN_BYTES_MAX", 1000)
+        txn.put("b", "0", bytes(500))
+        with pytest.raises(LimitExceeded):
+            txn.put("b", "2", bytes(500))
+        patch.setattr(transactions, "TXN_ENTRIES_MAX", 1)
+        with pytest.raises(LimitExceeded):
+            txn.put("b", "2", b"")
     errors: list[Exception] = []
 
     def elsewhere() -> None:
@@ -281,7 +286,7 @@ def test_interleaved_transactions_agree_with_copies_of_a_dictionary(db: Database
             clock += 1
             model[key], changed[key] = b"%d" % step, clock
         elif what < 0.35:
-            db.checkpoint()
+            db.flush()
         elif running:
             txn, seen, own, began = running[rng.randrange(len(running))]
             mine = {**seen, **own}
@@ -350,3 +355,31 @@ def test_counters_by_many_threads_lose_nothing(tmp_path: Path) -> None:
         root = db.root()
     with lowwater.open(tmp_path / "data") as db:
         assert db.root() == root
+
+
+def test_a_transaction_larger_than_memory_commits_and_aborts(tmp_path: Path) -> None:
+    """1 MiB of pool and 40 MiB of values, in files, with the real limits."""
+    options = EngineOptions(pool_bytes_max=2**20)
+    with open_with(str(tmp_path), options=options) as db:
+        db.create_bucket("b")
+        rng = random.Random(1)
+        expected = {f"{n:06}": rng.randbytes(200) for n in range(20_000)}
+        expected |= {f"large {n}": rng.randbytes(2**20) for n in range(36)}
+        with db.transaction() as txn:
+            for key, data in expected.items():
+                txn.put("b", key, data)
+            assert db.list("b").objects == []
+            assert txn.get("b", "000000").value == expected["000000"]
+            # A write waits while nine tenths are dirty, and then adds at most a quarter.
+            assert db._state.dirty_bytes < 1.25 * 2**20
+        assert {found.key: found.value for found in db.scan("b")} == expected
+        root = db.root()
+        txn = db.transaction()
+        for key in expected:
+            txn.put("b", key, b"other" * 30)
+        txn.abort()
+        assert db.root() == root
+        assert list(db.check()) == []
+    with lowwater.open(tmp_path) as db:
+        assert db.root() == root
+        assert list(db.check()) == []

@@ -188,6 +188,24 @@ def kinds() -> list[Spec]:
     ]
 
 
+def sessions() -> list[Spec]:
+    """Their kinds, and requests: one that is the only one, one that repeats it, and a group."""
+    sixteen = bytes(range(0xA0, 0xB0))
+    return [
+        create(),
+        entry(2, "create_bucket", bucket="photos"),
+        entry(3, "session_open", body={"ttl_us": 3_600_000_000}),
+        put(4, "a", b"once", session=3, request=1),
+        put(5, "a", b"", session=3, request=1, refused=21, request_hash=sixteen),
+        put(6, "b", b"1", group_seq_last=7),
+        put(7, "c", b"2", group_seq_last=7, session=3, request=3 | 2 << 48),
+        entry(8, "session_keep", body={"session": 3}),
+        entry(9, "noop", session=3, request=4),
+        entry(10, "session_close", body={"session": 3, "seq": 9}),
+        seal(11, 1),
+    ]
+
+
 def optional_groups() -> list[Spec]:
     """Every optional group and flag: each alone, neighbours together, and all that can be together."""
     sixteen = bytes(range(0xA0, 0xB0))
@@ -555,6 +573,7 @@ def hints() -> Iterator[tuple[str, bytes, bytes]]:
 CASES = {
     "minimal": minimal,
     "kinds": kinds,
+    "sessions": sessions,
     "optional-groups": optional_groups,
     "unicode": unicode_names,
     "metadata": metadata,

@@ -15,10 +15,14 @@ from lowwater import logging
 from lowwater.cli.output import print_error
 from lowwater.errors import LowwaterError
 
-# Where each command is: `get` is the object `get` in that module.
+# Where each command is: `compact-local` is the object `compact_local` in that module.
 COMMANDS = {
     "log": "lowwater.cli.log",
-    **{name: f"lowwater.cli.database.{name}" for name in ("check", "get", "history", "ls", "put", "root")},
+    "compact-local": "lowwater.cli.database.compact_local",
+    **{
+        name: f"lowwater.cli.database.{name}"
+        for name in ("check", "checkpoints", "get", "history", "ls", "pages", "put", "root")
+    },
 }
 
 INTERRUPTED = 130
@@ -33,7 +37,7 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -1,7 +1,8 @@
-"""`lowwater check`: every byte of a database, its log and its pages."""
+"""`lowwater check`: every byte of a database, its log, its pages and its checkpoints."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import click
@@ -10,13 +11,17 @@ from lowwater.cli.database.opened import log_directory
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.output import end_on_sigterm, json_option, print_json
 from lowwater.engine.check import Finding, check_directory, require_log
+from lowwater.engine.check_checkpoints import check_checkpoints
 from lowwater.engine.check_pages import check_pages
+from lowwater.engine.compact import PAGES_HINT, damage_of
+from lowwater.engine.content import list_boundaries
 from lowwater.engine.describe import describe_log
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import read_meta
+from lowwater.engine.swap import DATA
 from lowwater.engine.values import ValueReader, segments_in
 from lowwater.errors import LowwaterError, NotFound
 
@@ -26,7 +31,8 @@ from lowwater.errors import LowwaterError, NotFound
 @json_option
 @click.pass_context
 def check(ctx: click.Context, path: str, as_json: bool) -> None:
-    """Check every byte of a database: its log, its pages, and the large values that pages refer to.
+    """Check every byte of a database: its log, its pages, the large values that pages refer to, and its
+    checkpoints.
 
     The directory may be open elsewhere; nothing is changed. The exit code is 0 when all is well, and 65 when
     data is damaged or missing. What is wrong with pages alone costs nothing: they are made from the log.
@@ -34,7 +40,7 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
     end_on_sigterm(ctx)
     log = log_directory(ctx, path)
     require_log(RealFiles(), log)
-    findings = [*check_directory(RealFiles(), log), *_of_pages(f"{path}/{PAGES_DIRECTORY}", log)]
+    findings = [*check_directory(RealFiles(), log), *_of_pages(path, log)]
     errors = sum(finding.severity == "error" for finding in findings)
     if as_json:
         print_json(
@@ -47,16 +53,25 @@ def check(ctx: click.Context, path: str, as_json: bool) -> None:
     exit_by(ctx, findings)
 
 
-def _of_pages(path: str, log: str) -> Iterator[Finding]:
+def _of_pages(directory: str, log: str) -> Iterator[Finding]:
+    """What is wrong with pages, and with the checkpoints that were made of them."""
     files = RealFiles()
+    path = f"{directory}/{PAGES_DIRECTORY}"
+    if not os.path.isdir(path):
+        return  # they are made when the database is opened
     try:
+        # LMDB trusts what it maps, and could end this process where the file is damaged.
+        damage = damage_of(files, path)
+        if damage:
+            yield from (Finding("error", why, f"{path}/{DATA}", None, None, PAGES_HINT) for why in damage)
+            return
         store = LmdbPages.open(path, read_only=True)
     except NotFound:
         return  # they are made when the database is opened
     except LowwaterError as error:
         yield Finding.of(error, path)
         return
-    values = ValueReader(segments_in(files, log))
+    values = ValueReader(segments_in(files, log), log)
     try:
         meta = read_meta(store.read_meta(), path)
         if meta is not None:
@@ -68,6 +83,13 @@ def _of_pages(path: str, log: str) -> Iterator[Finding]:
                     (each.seq_last or 0 for each in describe_log(files, log).segments), default=0
                 ),
                 read_value=values.read,
+            )
+            yield from check_checkpoints(
+                files,
+                directory,
+                cluster_id=meta.cluster_id,
+                begins_block=Boundaries(meta.salt, meta.page_keys).is_boundary,
+                begins_list=list_boundaries(meta.salt, meta.page_keys).is_boundary,
             )
     except LowwaterError as error:
         yield Finding.of(error, path)

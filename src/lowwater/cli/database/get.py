@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import sys
+from datetime import datetime
 
 import click
 
 from lowwater.cli.database.opened import opened
-from lowwater.cli.log.dump import Seq
+from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import json_option, print_json
 
 
@@ -16,10 +17,12 @@ from lowwater.cli.output import json_option, print_json
 @click.argument("path", type=click.Path())
 @click.argument("bucket")
 @click.argument("key")
-@click.option("--at", type=Seq(), help="As of this seq, where versions go back so far.")
+@click.option("--at", type=Moment(), help="As of this seq or time, where versions go back so far.")
 @json_option
 @click.pass_context
-def get(ctx: click.Context, path: str, bucket: str, key: str, at: int | None, as_json: bool) -> None:
+def get(
+    ctx: click.Context, path: str, bucket: str, key: str, at: int | datetime | None, as_json: bool
+) -> None:
     """Write the value of a key to standard output, byte for byte.
 
     With --json its seq, time and metadata as well; the value is base64 then.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import datetime
+
 import click
 
 from lowwater.cli.database.opened import log_directory
-from lowwater.cli.log.dump import print_entries
+from lowwater.cli.log.dump import Moment, print_entries
 from lowwater.cli.output import end_on_sigterm, json_option
 from lowwater.engine.dump import Selection
+from lowwater.engine.moments import time_us_of
 
 
 @click.command()
 @click.argument("path", type=click.Path())
 @click.argument("bucket")
 @click.argument("key")
+@click.option("--at", type=Moment(), help="Up to this seq or time.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
 @click.option(
     "--values",
@@ -23,12 +28,17 @@ from lowwater.engine.dump import Selection
 @json_option
 @click.pass_context
 def history(
-    ctx: click.Context, path: str, bucket: str, key: str, limit: int | None, values: str | None, as_json: bool
-) -> None:
+    ctx: click.Context, path: str, bucket: str, key: str, at: int | datetime | None, limit: int | None,
+    values: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Print the log's entries of one key, the oldest first.
 
     The directory may be open elsewhere; nothing is changed. With --json each entry is a line of JSON.
     """
     end_on_sigterm(ctx)
     selection = Selection(bucket=bucket, key=key)
+    if isinstance(at, datetime):
+        selection = replace(selection, time_stop_us=time_us_of(at) + 1)
+    elif at is not None:
+        selection = replace(selection, seq_last=at)
     print_entries(ctx, log_directory(ctx, path), selection, limit=limit, values=values, as_json=as_json)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import islice
 
 import click
 
 from lowwater.cli.database.opened import opened
-from lowwater.cli.log.dump import Seq
+from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import json_option, size, standard_output, time, visible
-from lowwater.engine.database import Database
+from lowwater.engine.reading import Reading
 from lowwater.engine.records import Head
 
 
@@ -20,13 +21,13 @@ from lowwater.engine.records import Head
 @click.argument("bucket", required=False)
 @click.argument("prefix", default="")
 @click.option("--delimiter", help="Show keys that have this after the prefix as one, up to it.")
-@click.option("--at", type=Seq(), help="As of this seq, where versions go back so far.")
+@click.option("--at", type=Moment(), help="As of this seq or time, where versions go back so far.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many.")
 @json_option
 @click.pass_context
 def ls(
-    ctx: click.Context, path: str, bucket: str | None, prefix: str, delimiter: str | None, at: int | None,
-    limit: int | None, as_json: bool,
+    ctx: click.Context, path: str, bucket: str | None, prefix: str, delimiter: str | None,
+    at: int | datetime | None, limit: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """List the buckets, or the keys of a bucket that begin with PREFIX: seq, time, size and key.
 
@@ -37,9 +38,12 @@ def ls(
     out = standard_output()
     with opened(ctx, path) as db:
         if bucket is None:
-            lines = (json.dumps({"bucket": name}) if as_json else visible(name) for name in db.buckets())
+            names = db.buckets(at)
+            lines = (json.dumps({"bucket": name}) if as_json else visible(name) for name in names)
         else:
-            found = _found(db, bucket, prefix, delimiter, at)
+            # One moment for all pages.
+            seq = db.seq_at(at) if isinstance(at, datetime) else at
+            found = _found(db, bucket, prefix, delimiter, seq)
             lines = (_as_json(each) if as_json else _as_text(each) for each in found)
         for line in islice(lines, limit):
             out.write(line + "\n")
@@ -47,7 +51,7 @@ def ls(
 
 
 def _found(
-    db: Database, bucket: str, prefix: str, delimiter: str | None, at: int | None
+    db: Reading, bucket: str, prefix: str, delimiter: str | None, at: int | None
 ) -> Iterator[Head | str]:
     """Keys and prefixes, page by page, those of a page in one order."""
     start_after: str | None = None

@@ -11,12 +11,16 @@ import lowwater
 from lowwater.cli.output import end_on_sigterm
 from lowwater.config import Config
 from lowwater.engine.database import Database
+from lowwater.engine.directory import typed_errors
 from lowwater.engine.opening import LOG_DIRECTORY
+from lowwater.engine.ownership import read_owner
+from lowwater.engine.reading import Reading
+from lowwater.engine.real import RealFiles
 from lowwater.errors import NotFound
 
 
 @contextmanager
-def opened(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[Database]:
+def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[Database]:
     """The database in a directory, with the configuration that the command line was given."""
     end_on_sigterm(ctx)
     try:
@@ -27,6 +31,21 @@ def opened(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[D
         raise NotFound("there is no database here", path=path, hint="check the path") from error
     with db:
         yield db
+
+
+@contextmanager
+def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
+    """The same to read, also where an orchestrator feeds it: nothing is appended to a log that is fed."""
+    directory = log_directory(ctx, path)
+    with typed_errors(directory, "open the log"):
+        owner = read_owner(RealFiles(), directory)
+    if owner == "fed":
+        end_on_sigterm(ctx)
+        with lowwater.Engine(path, config=ctx.find_root().obj) as engine:
+            yield engine
+    else:
+        with opened_to_write(ctx, path) as db:
+            yield db
 
 
 def log_directory(ctx: click.Context, path: str) -> str:

@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import click
 
-from lowwater.cli.database.opened import opened
+from lowwater.cli.database.opened import opened_to_write
 from lowwater.cli.log.dump import Seq
 from lowwater.cli.output import json_option, print_json
 from lowwater.errors import AlreadyExists
@@ -50,7 +50,7 @@ def put(
     The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
     """
     value = source.read()
-    with opened(ctx, path, create=create) as db:
+    with opened_to_write(ctx, path, create=create) as db:
         if create:
             try:
                 db.create_bucket(bucket)

@@ -60,6 +60,22 @@ class Time(click.ParamType[int]):
         return max(0, (moment - _EPOCH) // timedelta(microseconds=1))
 
 
+class Moment(click.ParamType[int | datetime]):
+    """A seq, or a time as people write it."""
+
+    name = "seq or time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | datetime:
+        text = str(value)
+        if text.isdecimal() and int(text) <= SEQ_MAX:
+            return int(text)
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            self.fail(f"{text!r} is no moment: give a seq, 2026-01-31, or 2026-01-31T12:00:00Z", param, ctx)
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
 @click.command()
 @click.argument("path", type=click.Path())
 @click.option("--from", "seq_first", type=Seq(), default=0, help="The lowest seq.")

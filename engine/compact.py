@@ -1,0 +1,153 @@
+"""The file with all pages, looked at without trusting it, and written again without its free room.
+
+Always true:
+  - `damage_of` gives no byte of the file to LMDB, which trusts what it maps: it may be anything;
+  - nothing is replaced by a copy that was not made durable, read back, and found to hold the same;
+  - while the pages are written again the log's lock is held, so nobody writes to either.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import zip_longest
+from typing import NamedTuple
+
+from lmdb.verify import VerifyError, verify
+
+from lowwater.engine.check import require_log
+from lowwater.engine.directory import typed_errors
+from lowwater.engine.lmdb_store import LmdbPages
+from lowwater.engine.seams import Files
+from lowwater.engine.swap import COMPACTING, DATA, drop, finish_swap, swap
+from lowwater.engine.wal import lock_directory
+from lowwater.errors import Corrupt, DiskFull
+
+# While somebody writes to it, a file is looked at so often.
+TRIES_MAX = 3
+# LMDB's two roots, one of which changes with each transaction.
+ROOT_BYTES = 2 * 4096
+MARGIN_BYTES = 2**24
+PAGES_HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
+
+
+class Room(NamedTuple):
+    """What a page directory takes of the disk, and what of that is in use."""
+
+    size_bytes: int
+    used_bytes: int
+    pages: int
+
+
+def damage_of(files: Files, path: str) -> list[str]:
+    """What is wrong with the structure of the file in this page directory: the bytes of the pages have
+    checksums of their own. Where an engine writes to it all the time, nothing can be said."""
+    data = f"{path}/{DATA}"
+    for _ in range(TRIES_MAX):
+        with typed_errors(data, "read the pages"):
+            before = _roots(files, data)
+            try:
+                found = verify(data, subdir=False)  # type: ignore[no-untyped-call]
+            except VerifyError as error:
+                found = [str(error)]
+            if not found or _roots(files, data) == before:
+                return [str(each) for each in found]
+    return []
+
+
+def _roots(files: Files, path: str) -> bytes:
+    file = files.open(path)
+    try:
+        return file.read_at(0, ROOT_BYTES)
+    finally:
+        file.close()
+
+
+def room_of(path: str) -> Room:
+    """How much there is to gain."""
+    store = LmdbPages.open(path, read_only=True)
+    try:
+        return Room(store.size_bytes(), store.used_bytes(), sum(1 for _ in store.page_keys()))
+    finally:
+        store.close()
+
+
+def compact(files: Files, path: str, log: str, owner: str) -> tuple[Room, Room]:
+    """Write the pages of the directory `path` again, without free room: what there was, and what there is.
+    Raises DirectoryLocked while a process has the database of this log open."""
+    require_log(files, log)
+    path = os.path.realpath(path)
+    lock = lock_directory(files, log, owner)
+    try:
+        with typed_errors(path, "write the pages again"):
+            finish_swap(files, path)
+            before = room_of(path)
+            _require_sound(files, path)
+            _require_room(path, before.used_bytes)
+            try:
+                _copy(files, path, path + COMPACTING)
+            except BaseException:
+                drop(files, path + COMPACTING)
+                raise
+            swap(files, path)
+        return before, room_of(path)
+    finally:
+        lock.close()
+
+
+def _require_sound(files: Files, path: str) -> None:
+    if found := damage_of(files, path):
+        what = f"the file with all pages is damaged: {found[0]}"
+        raise Corrupt(what, path=f"{path}/{DATA}", hint=PAGES_HINT)
+
+
+def _require_room(path: str, wanted_bytes: int) -> None:
+    disk = os.statvfs(path)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if free_bytes < wanted_bytes + MARGIN_BYTES:
+        raise DiskFull(
+            f"the copy takes {wanted_bytes:,} bytes, and the disk has {free_bytes:,}",
+            path=path,
+            hint="free some space: nothing was changed. Pages can also be made from the log, without a copy: "
+            "move the page directory to another disk, and open again",
+        )
+
+
+def _copy(files: Files, path: str, target: str) -> None:
+    """A compact copy that is durable, holds the same, and belongs to whom the pages belong."""
+    files.make_directory(target)
+    source = LmdbPages.open(path, read_only=True)
+    try:
+        source.copy_to(target)
+        data = files.open(f"{target}/{DATA}", write=True)
+        try:
+            data.sync("fsync")
+        finally:
+            data.close()
+        for name in ("", f"/{DATA}"):
+            _give_same_access(path + name, target + name)
+        files.sync_directory(target)
+        _require_sound(files, target)
+        _require_equal(source, target)
+    finally:
+        source.close()
+
+
+def _give_same_access(path: str, target: str) -> None:
+    wanted, found = os.stat(path), os.stat(target)
+    if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+        try:
+            os.chown(target, wanted.st_uid, wanted.st_gid)
+        except PermissionError as error:
+            raise PermissionError(errno.EPERM, "only its owner, or root, can give it back", path) from error
+    os.chmod(target, wanted.st_mode & 0o7777)
+
+
+def _require_equal(source: LmdbPages, target: str) -> None:
+    copy = LmdbPages.open(target, read_only=True)
+    try:
+        for one, other in zip_longest(source.rows(), copy.rows()):
+            if one != other:
+                raise Corrupt("what was copied is not what is there", path=target, hint=PAGES_HINT)
+    finally:
+        copy.close()

@@ -1,0 +1,107 @@
+"""What pages there are, one by one and together: for who looks into a page store.
+
+Always true: nothing is changed, and memory depends on the largest page alone, besides the keys of all pages.
+A page that cannot be read is listed with what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lowwater.engine.pages import BUCKET, KEY_END, REFERENCE, TOMBSTONE, Page, decode_page
+from lowwater.engine.pagestore import PageStore
+from lowwater.errors import LowwaterError
+
+# Pages of one transaction of the store.
+RUN_PAGES = 64
+
+
+class PageInfo(NamedTuple):
+    """One page. `low` is its page key, and `high` that of the next one."""
+
+    low: bytes
+    high: bytes
+    key_first: bytes
+    key_last: bytes
+    keys: int
+    rows: int
+    bytes: int
+    seq: int
+    deleted: int
+    large: int
+    buckets: int
+    problem: str | None
+
+
+class Summary:
+    """All pages of a listing together. Histograms are by powers of two: under 8 is what has 8 to 15."""
+
+    def __init__(self) -> None:
+        self.pages = self.damaged = 0
+        self.keys = self.rows = self.bytes = self.deleted = self.large = 0
+        self.seq_first = self.seq_last = 0
+        self.by_rows: dict[int, int] = {}
+        self.by_bytes: dict[int, int] = {}
+
+    def add(self, page: PageInfo) -> None:
+        self.pages += 1
+        self.bytes += page.bytes
+        _count(self.by_bytes, page.bytes)
+        if page.problem is not None:
+            self.damaged += 1
+            return
+        _count(self.by_rows, page.rows)
+        self.keys += page.keys
+        self.rows += page.rows
+        self.deleted += page.deleted
+        self.large += page.large
+        self.seq_first = min(self.seq_first or page.seq, page.seq)
+        self.seq_last = max(self.seq_last, page.seq)
+
+
+def _count(histogram: dict[int, int], amount: int) -> None:
+    floor = 1 << amount.bit_length() >> 1
+    histogram[floor] = histogram.get(floor, 0) + 1
+
+
+def list_pages(store: PageStore, low: bytes = b"", high: bytes = KEY_END) -> Iterator[PageInfo]:
+    """The pages that may hold keys from `low` to below `high`, in order."""
+    keys = list(store.page_keys())
+    start = max(0, bisect_right(keys, low) - 1)
+    ends = [*keys[1:], KEY_END]
+    stop = start
+    while stop < len(keys) and keys[stop] < high:
+        stop += 1
+    for at in range(start, stop, RUN_PAGES):
+        run = keys[at : min(at + RUN_PAGES, stop)]
+        for key, end, data in zip(run, ends[at:], store.get_many(run), strict=False):
+            if data is not None:  # else it went away meanwhile
+                yield _info(key, end, data)
+
+
+def _info(low: bytes, high: bytes, data: bytes) -> PageInfo:
+    try:
+        page = decode_page(data, low)
+        keys = page.keys
+    except LowwaterError as error:
+        return PageInfo(low, high, low, low, 0, 0, len(data), 0, 0, 0, 0, error.message)
+    return PageInfo(
+        low=low,
+        high=high,
+        key_first=keys[0],
+        key_last=keys[-1],
+        keys=len(set(keys)),
+        rows=len(page),
+        bytes=len(data),
+        seq=page.seq,
+        deleted=_with_flag(page, TOMBSTONE),
+        large=_with_flag(page, REFERENCE),
+        buckets=_with_flag(page, BUCKET),
+        problem=None,
+    )
+
+
+def _with_flag(page: Page, flag: int) -> int:
+    return sum(bool(flags & flag) for flags in page.flags)

@@ -1,0 +1,241 @@
+"""Sessions: which requests were seen, and what became of them. Log state, the same on every replica.
+
+Always true:
+  - of a session there are the results of all requests above `acknowledged` that the log has, and none of
+    those up to it: their client has told that it knows them. A request above it without one was not seen;
+  - what was seen has no second effect: it is refused, as repeated, or as forgotten where its result is gone;
+  - a session's `seq` is that of the last entry that it has taken in. Redo passes over entries up to it, so
+    a stored session may be ahead of the pages, and need not be of the same moment as another one;
+  - no session has more than RESULTS_MAX results, since no request names more that are unanswered.
+
+A stored session is a value of the page store's meta under SESSION_KEY and its id (big-endian), written with a
+flush where the session has changed since the last one: canonical CBOR, as `Session.encode` has it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from struct import Struct
+from typing import Any, NamedTuple
+
+import cbor2
+
+from lowwater.engine import format
+from lowwater.engine.format import Kind
+from lowwater.errors import Corrupt, InvalidEntry
+
+# All of these are the same on every replica, or their decisions would differ.
+SESSIONS_MAX = 10_000
+RESULTS_MAX = 1_000  # of a session
+RESULTS_TOTAL_MAX = 1_000_000  # of all
+NUMBER_MAX = 2**48 - 1
+TTL_US_MAX = 2**55
+
+SESSION_KINDS = frozenset({Kind.SESSION_OPEN, Kind.SESSION_KEEP, Kind.SESSION_CLOSE})
+# Of the refusals, those of requests that were not looked at; all others are what became of one.
+NO_SESSION, REPEATED, REQUEST_FORGOTTEN, TOO_MANY_RESULTS = 20, 21, 22, 24
+NOT_LOOKED_AT = frozenset({NO_SESSION, REPEATED, REQUEST_FORGOTTEN, TOO_MANY_RESULTS})
+
+SESSION_KEY = b"session:"
+_KEY = Struct(">8sQ")
+
+
+class RequestId(NamedTuple):
+    """Which request of a session this is. Numbers begin at 1 and may come in any order. `acknowledged` tells
+    that all results up to it are known to the client and are not asked for again; left out, that is so for
+    all but the last RESULTS_MAX."""
+
+    session: int
+    number: int
+    acknowledged: int | None = None
+
+    @property
+    def unanswered(self) -> int:
+        """How many numbers before this one are not acknowledged."""
+        if self.acknowledged is None:
+            return min(self.number - 1, RESULTS_MAX - 1)
+        return self.number - 1 - self.acknowledged
+
+    @property
+    def word(self) -> int:
+        """The number and what is unanswered, as a frame has them in one."""
+        return self.number | self.unanswered << 48
+
+
+def request_of_word(session: int, word: int) -> RequestId:
+    number = word & NUMBER_MAX
+    return RequestId(session, number, max(0, number - 1 - (word >> 48)))
+
+
+def as_request_id(given: Any) -> RequestId:
+    """What an entry was given as its `session`: (session, number), or with what is acknowledged."""
+    hint = "give (session, number) or (session, number, acknowledged)"
+    try:
+        request = RequestId(*given)
+    except TypeError:
+        raise InvalidEntry(f"{given!r:.80} names no request of a session", hint=hint) from None
+    numbers = [request.session, request.number, request.acknowledged or 0]
+    if any(not isinstance(each, int) or isinstance(each, bool) for each in numbers):
+        raise InvalidEntry(f"{given!r:.80} names no request of a session", hint=hint)
+    if not 0 < request.session <= format.SEQ_MAX or not 0 < request.number <= NUMBER_MAX:
+        raise InvalidEntry(f"{given!r:.80} names no request of a session", hint="numbers begin at 1")
+    if not 0 <= request.unanswered < min(RESULTS_MAX, request.number):
+        raise InvalidEntry(
+            f"the request {request.number} acknowledges {request.acknowledged}",
+            hint=f"acknowledge what lies before it, and at most {RESULTS_MAX - 1} numbers less",
+        )
+    return request
+
+
+class Result(NamedTuple):
+    """What became of a request: its entry's seq, and the code of its refusal, 0 where it had its effect."""
+
+    seq: int
+    code: int
+
+
+class Session:
+    __slots__ = ("_results", "acknowledged", "seq", "time_us", "ttl_us")
+
+    def __init__(self, seq: int, time_us: int, ttl_us: int) -> None:
+        self.seq = seq
+        self.time_us = time_us  # of that entry
+        self.ttl_us = ttl_us
+        self.acknowledged = 0
+        # Seq and code in one number: there may be very many.
+        self._results: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @property
+    def expires_us(self) -> int:
+        return self.time_us + self.ttl_us
+
+    def result(self, number: int) -> Result | None:
+        found = self._results.get(number)
+        return None if found is None else Result(found >> 16, found & 0xFFFF)
+
+    def numbers(self) -> list[int]:
+        return sorted(self._results)
+
+    def record(self, number: int, result: Result) -> None:
+        self._results[number] = result.seq << 16 | result.code
+
+    def acknowledge(self, number: int) -> None:
+        """Forget the results up to `number`."""
+        if number <= self.acknowledged:
+            return
+        results = self._results
+        forgotten: Iterable[int] = range(self.acknowledged + 1, number + 1)
+        if len(forgotten) > len(results):  # type: ignore[arg-type]
+            forgotten = [each for each in results if each <= number]
+        for each in forgotten:
+            results.pop(each, None)
+        self.acknowledged = number
+
+    def encode(self) -> bytes:
+        results = self._results.values()
+        fields = [
+            self.seq,
+            self.time_us,
+            self.ttl_us,
+            self.acknowledged,
+            array("Q", self._results).tobytes(),
+            array("Q", [each >> 16 for each in results]).tobytes(),
+            array("H", [each & 0xFFFF for each in results]).tobytes(),
+        ]
+        return cbor2.dumps(fields, canonical=True)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Session:
+        try:
+            seq, time_us, ttl_us, acknowledged, *columns = cbor2.loads(data)
+            session = cls(seq, time_us, ttl_us)
+            session.acknowledged = acknowledged
+            numbers, seqs, codes = (array(code, column) for code, column in zip("QQH", columns, strict=True))
+            for number, result_seq, code in zip(numbers, seqs, codes, strict=True):
+                session.record(number, Result(result_seq, code))
+        except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
+            raise Corrupt("a stored session cannot be read") from error
+        return session
+
+
+def session_key(session_id: int) -> bytes:
+    return _KEY.pack(SESSION_KEY, session_id)
+
+
+class Sessions:
+    """With the state's lock: all sessions. A session's id is the seq of the entry that opened it."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, Session] = {}
+        self.result_count = 0
+        self._changed: set[int] = set()  # since they were last stored; also those that are gone
+        self._new: set[int] = set()  # opened since, so the store cannot have them
+
+    # ------------------------------------------------------------------ entries
+
+    def open(self, seq: int, time_us: int, ttl_us: int) -> None:
+        if seq not in self.sessions:
+            self.sessions[seq] = Session(seq, time_us, ttl_us)
+            self._changed.add(seq)
+            self._new.add(seq)
+
+    def keep(self, seq: int, time_us: int, session_id: int) -> Session | None:
+        """The session, whose time to live begins again; None where there is none, or it knows better."""
+        session = self.sessions.get(session_id)
+        if session is None or seq <= session.seq:
+            return None
+        session.seq, session.time_us = seq, time_us
+        self._changed.add(session_id)
+        return session
+
+    def close(self, session_id: int) -> None:
+        session = self.sessions.pop(session_id, None)
+        if session is not None:
+            self.result_count -= len(session)
+            if session_id in self._new:
+                self._new.discard(session_id)
+                self._changed.discard(session_id)
+            else:
+                self._changed.add(session_id)
+
+    def take(self, seq: int, time_us: int, request: RequestId, code: int) -> None:
+        """A frame with a request of a session, and the code of its refusal, 0 where it had its effect."""
+        session = self.keep(seq, time_us, request.session)
+        if session is None:
+            return
+        before = len(session)
+        session.acknowledge(request.number - 1 - request.unanswered)
+        if code not in NOT_LOOKED_AT:
+            session.record(request.number, Result(seq, code))
+        assert len(session) <= RESULTS_MAX
+        self.result_count += len(session) - before
+
+    # ------------------------------------------------------------------ the store
+
+    def load(self, stored: Mapping[bytes, bytes]) -> None:
+        for session_id, data in stored_sessions(stored):
+            session = self.sessions[session_id] = Session.decode(data)
+            self.result_count += len(session)
+
+    def freeze(self) -> list[int]:
+        """What has changed, in order. It counts as stored from now on."""
+        changed, self._changed, self._new = sorted(self._changed), set(), set()
+        return changed
+
+    def encode(self, session_ids: Iterable[int]) -> dict[bytes, bytes | None]:
+        """What is to be stored of these sessions, which is what they are now."""
+        found = ((each, self.sessions.get(each)) for each in session_ids)
+        return {session_key(each): None if session is None else session.encode() for each, session in found}
+
+
+def stored_sessions(stored: Mapping[bytes, bytes]) -> Iterator[tuple[int, bytes]]:
+    """The sessions of a page store's meta, by their ids."""
+    for key, data in sorted(stored.items()):
+        if key.startswith(SESSION_KEY):
+            if len(key) != _KEY.size:
+                raise Corrupt("the key of a stored session cannot be read")
+            yield _KEY.unpack(key)[1], data

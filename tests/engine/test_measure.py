@@ -1,0 +1,260 @@
+"""What a database measures: every metric moves, and the list for people is the one that is scraped."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+import lowwater
+from lowwater.engine.core import EngineOptions
+from lowwater.engine.database import Database
+from lowwater.engine.locks import Owner
+from lowwater.engine.log import LogOptions
+from lowwater.engine.opening import open_with
+from lowwater.errors import Conflict, Corrupt, Deadlock, LockTimeout
+from lowwater.metrics import ENGINE_COUNTERS, ENGINE_DURATIONS, ENGINE_GAUGES, text
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+
+def scraped(registry: CollectorRegistry) -> dict[str, float]:
+    """The samples by name, as a scraper sees them, without the buckets of histograms."""
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text(registry))
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+def test_the_table_for_people_lists_what_is_scraped(tmp_path: Path) -> None:
+    """A dashboard is built from the document."""
+    table = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| (.+) \|$", (ROOT / "docs/operating/metrics.md").read_text(), re.MULTILINE
+    )
+    with lowwater.open(tmp_path / "data") as db:
+        metrics = [
+            (metric.name + "_total" * (metric.type == "counter"), metric.type, metric.documentation)
+            for metric in db.metrics().collect()
+        ]
+    assert table == metrics
+
+
+def test_every_metric_of_the_engine_is_there_before_anything_has_happened(tmp_path: Path) -> None:
+    """A rate over a series that begins with its first event misses that event."""
+    with lowwater.open(tmp_path / "data") as db:
+        samples = scraped(db.metrics())
+    assert {*ENGINE_COUNTERS, *ENGINE_GAUGES, *(f"{name}_count" for name in ENGINE_DURATIONS)} <= set(samples)
+    assert all(samples[name] == 0 for name in ENGINE_COUNTERS if "recovery" not in name)
+
+
+def _crashed(tmp_path: Path) -> Path:
+    """What a process that was killed would have left: pages that are behind their log."""
+    data = tmp_path / "data"
+    db = open_with(
+        str(data),
+        log_options=LogOptions(segment_bytes=MIB),
+        options=EngineOptions(checkpoint_interval_s=None),
+    )
+    db.create_bucket("b")
+    db.put_many("b", [(f"{number:05}", b"v" * 200) for number in range(20_000)])
+    db.flush()
+    shutil.copytree(data / "pages", tmp_path / "pages")
+    db.put_many("b", [(f"{number:05}", b"w" * 200) for number in range(0, 20_000, 2)])
+    db.close()
+    shutil.rmtree(data / "pages")
+    (tmp_path / "pages").rename(data / "pages")
+    return data
+
+
+class Someone(Owner):
+    """An owner of locks that is no transaction."""
+
+    def __init__(self, started: int) -> None:
+        self._started = started
+
+    @property
+    def started(self) -> int:
+        return self._started
+
+    def __hash__(self) -> int:
+        return self._started
+
+
+def _transact(db: Database) -> None:
+    """One that commits, one that is refused, one that meets a deadlock, one that waits in vain."""
+    with db.transaction() as transaction:
+        transaction.put("b", "x", b"1")
+    transaction = db.transaction()
+    db.put("b", "y", b"1")
+    with pytest.raises(Conflict):
+        transaction.put("b", "y", b"2")
+    transaction.abort()
+    locks = db._locks
+    old, young = Someone(1), Someone(2)
+    locks.acquire(old, ("b", "1"), "X")
+    locks.acquire(young, ("b", "2"), "X")
+    with pytest.raises(LockTimeout):
+        locks.acquire(young, ("b", "1"), "X", timeout_s=0.001)
+    waiting = threading.Thread(target=locks.acquire, args=(old, ("b", "2"), "X"))
+    waiting.start()
+    while locks.table.waits < 2:
+        pass
+    with pytest.raises(Deadlock):
+        locks.acquire(young, ("b", "1"), "X")
+    locks.release_all(young)
+    waiting.join()
+    locks.release_all(old)
+
+
+def test_every_metric_of_the_engine_moves(tmp_path: Path) -> None:
+    """One that is declared and never moves misleads."""
+    moved: set[str] = set()
+
+    def look(db: Database) -> dict[str, float]:
+        samples = scraped(db.metrics())
+        moved.update(name for name, value in samples.items() if value)
+        return samples
+
+    data = _crashed(tmp_path)
+    watched = CollectorRegistry()
+    left: list[float] = []
+    with open_with(
+        str(data),
+        options=EngineOptions(pool_bytes_max=MIB, checkpoint_interval_s=None),
+        registry=watched,
+        progress=lambda seq, seq_last: left.append(scraped(watched)["lowwater_recovery_left_seqs"]),
+    ) as db:
+        assert left
+        assert left[-1] == 0
+        samples = look(db)
+        assert samples["lowwater_recovery_frames_total"] == db.redone == 10_000
+        assert samples["storage_recovery_duration_seconds_count"] == 1
+        for key in ("00001", "19999", *(f"{number:05}" for number in range(1000, 9000, 10))):
+            for _ in range(3):
+                db.get("b", key)
+        _transact(db)
+        samples = look(db)
+        assert samples["lowwater_transactions_begun_total"] == 2
+        assert samples["lowwater_transactions_committed_total"] == 1
+        assert samples["lowwater_transactions_aborted_total"] == 1
+        assert samples["lowwater_transactions_conflicts_total"] == 1
+        assert samples["storage_buffer_pool_size_bytes"] == (
+            samples["lowwater_pool_dirty_bytes"]
+            + samples["lowwater_pool_clean_bytes"]
+            + samples["lowwater_pool_objects_bytes"]
+        )
+        before = samples["lowwater_pages_deleted_total"]
+        for number in range(2000):
+            db.delete("b", f"{number:05}")
+        assert look(db)["lowwater_redo_lag_seqs"] > 0
+        db.flush()
+        samples = look(db)
+        assert samples["lowwater_pages_deleted_total"] > before
+        assert samples["storage_checkpoint_creation_duration_seconds_count"] == 1
+        assert samples["lowwater_redo_lag_seqs"] == 0
+        assert samples["lowwater_dirty_age_seconds"] == 0
+        assert samples["lowwater_flush_duration_seconds_count"] == samples["lowwater_flush_groups_total"]
+    if any(left):
+        moved.add("lowwater_recovery_left_seqs")
+    # There is nobody in this version who sets them above 0: nothing is shipped, and nothing purged.
+    waiting = {"storage_s3_hwm", "storage_orchestrator_lwm"}
+    declared = {*ENGINE_COUNTERS, *ENGINE_GAUGES, *(f"{name}_count" for name in ENGINE_DURATIONS)}
+    assert declared - moved == waiting
+
+
+def test_a_fed_engine_shows_the_mark_that_it_was_told(tmp_path: Path) -> None:
+    """The one metric that only an orchestrator moves."""
+    with lowwater.Engine(tmp_path / "data") as engine:
+        engine.apply_log_entry(1, lowwater.Create(bytes(16), bytes(16)))
+        engine.apply_log_entry(2, lowwater.CreateBucket("b"))
+        engine.sync()
+        engine.update_low_water_mark(2)
+        assert scraped(engine.metrics())["storage_orchestrator_lwm"] == 2
+
+
+def test_the_age_of_changes_is_that_of_the_oldest(tmp_path: Path) -> None:
+    """An alarm on it must not be put off by writing on."""
+    with open_with(str(tmp_path / "data"), options=EngineOptions(checkpoint_interval_s=None)) as db:
+        db.create_bucket("b")
+        db.flush()
+        ages = []
+        for number in range(5):
+            db.put("b", "k", b"%d" % number)
+            ages.append(scraped(db.metrics())["lowwater_dirty_age_seconds"])
+        assert ages == sorted(ages)
+        assert ages[0] > 0
+
+
+def test_ready_objects_keep_to_their_share_of_the_pool(tmp_path: Path) -> None:
+    """Objects that are read again move to the new generation, where they take room as any other does."""
+    with open_with(
+        str(tmp_path / "data"), options=EngineOptions(pool_bytes_max=2 * MIB, checkpoint_interval_s=None)
+    ) as db:
+        db.create_bucket("b")
+        keys = [f"{number:04}" for number in range(4000)]
+        db.put_many("b", [(key, b"v" * 100) for key in keys])
+        for _ in range(6):
+            for key in keys:
+                db.get("b", key)
+                db.get("b", key)
+        state = db._state
+        share = state.pool_bytes_max // 8
+        assert 0 < state.ready_bytes <= 2 * share + 1000
+        assert (len(state._ready_new) + len(state._ready_old)) * 500 <= state.ready_bytes
+
+
+def test_recovery_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An operator who waits for it wants to know what for."""
+    data = _crashed(tmp_path)
+    with caplog.at_level(logging.INFO, "lowwater.engine"), lowwater.open(data):
+        pass
+    (told,) = [each.msg for each in caplog.records if each.name == "lowwater.engine"]
+    assert isinstance(told, dict)
+    assert told["event"] == "recovered"
+    assert told["frames"] == 10_000
+    assert told["seq_last"] > told["seq_first"] > 1
+    assert told["duration_s"] >= 0
+
+
+@pytest.mark.parametrize("close", [Database.close, lambda db: None], ids=["closed", "open"])
+def test_a_scrape_needs_no_lock_and_no_open_database(
+    tmp_path: Path, close: Callable[[Database], None]
+) -> None:
+    """A scrape that waits for a writer, or raises, is a gap in every graph."""
+    db = lowwater.open(tmp_path / "data")
+    collector = db._metrics
+    db.create_bucket("b")
+    close(db)
+    with db._state.lock:
+        done: list[int] = []
+        scrape = threading.Thread(target=lambda: done.append(len(list(collector.collect()))))
+        scrape.start()
+        scrape.join(60)
+        assert done
+    db.close()
+
+
+def test_a_database_that_cannot_be_opened_leaves_its_registry_alone(tmp_path: Path) -> None:
+    """Who tries again does so with the same one."""
+    data = _crashed(tmp_path)
+    segment = sorted((data / "wal").glob("segment-*"))[-1]
+    held = segment.read_bytes()
+    registry = CollectorRegistry()
+    at = held.index(b"w" * 200)
+    segment.write_bytes(held[:at] + b"\xff" * 8 + held[at + 8 :])
+    with pytest.raises(Corrupt):
+        lowwater.open(data, registry=registry)
+    segment.write_bytes(held)
+    with lowwater.open(data, registry=registry):
+        assert scraped(registry)["lowwater_recovery_frames_total"] == 10_000
+    assert list(registry.collect()) == []
