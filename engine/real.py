@@ -266,6 +266,9 @@ class RealFiles:
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new)
 
+    def link(self, old: str, new: str) -> None:
+        os.link(old, new)
+
     def remove(self, path: str) -> None:
         os.unlink(path)
 

@@ -6,6 +6,7 @@
     │   ├── Conflict                 somebody else has written first: run the transaction again
     │   ├── Deadlock                 a transaction was chosen to end a deadlock: start it again
     │   ├── LockTimeout              a lock was not free in time: nothing was done
+    │   ├── StoreUnavailable         the object store did not answer, or not in time: it may have happened
     │   └── TimedOut                 the answer did not come in time; the work may still happen
     ├── InputError               change the request (or the configuration): nothing was written
     │   ├── InvalidEntry             a name, key, value, metadata or limit that no log accepts
@@ -21,11 +22,15 @@
     │   ├── NotFound                 there is no such file, segment, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
     │   ├── DirectoryNotWritable     the directory can be read, but not written
+    │   ├── StoreDenied              the object store knows these credentials not, or refuses them this
+    │   ├── StoreMissing             there is no such bucket, container or folder
+    │   ├── StoreReadOnly            the object store can be read, but not written
     │   ├── NewerVersion             written by a newer Lowwater: upgrade this one
     │   └── OlderVersion             written by an older Lowwater, in a form that is not read any more
     ├── DataError                repair or restore the data: what is stored cannot be trusted
     │   ├── NotLowwater              the file is of another format (wrong magic, or empty)
     │   ├── Corrupt                  a checksum, an order or a link of the chain does not hold
+    │   ├── StoreCorrupt             the object store does not hold what it said that it took
     │   └── LogDivergence            the same seq arrived with other content
     ├── ReopenError              close this handle, deal with the cause, open again
     │   ├── DiskFailed               the file system answered with an error
@@ -105,6 +110,10 @@ class LockTimeout(RetryError):
     default_hint = "another transaction holds it: try again, or roll back, or wait for longer"
 
 
+class StoreUnavailable(RetryError):
+    default_hint = "look at the network, the endpoint and the state of the store; calling again is safe"
+
+
 class TimedOut(RetryError):
     default_hint = "the work may still happen: read before you repeat it"
 
@@ -169,6 +178,18 @@ class DirectoryNotWritable(InputError):
     default_hint = "give this user write permission, or open it with the read-only tools"
 
 
+class StoreDenied(InputError):
+    default_hint = "check the credentials, and what they allow: list, read, write and delete below the prefix"
+
+
+class StoreMissing(InputError):
+    default_hint = "make it first, or correct the URI: Lowwater makes no buckets"
+
+
+class StoreReadOnly(InputError):
+    default_hint = "open it with credentials that may write, or use the read-only tools"
+
+
 class NewerVersion(InputError):
     default_hint = "upgrade Lowwater on this machine: pip install --upgrade lowwater"
 
@@ -191,6 +212,10 @@ class Corrupt(DataError):
     default_hint = (
         "run `lowwater log verify` on the directory, then `lowwater log repair` into a copy, or restore"
     )
+
+
+class StoreCorrupt(DataError):
+    default_hint = "delete that object and write it again; where this comes back, do not trust the store"
 
 
 class LogDivergence(DataError):
@@ -219,6 +244,10 @@ class DiskFull(LogPoisoned):
 
 class Closed(ReopenError):
     default_hint = "it was closed: open it again"
+
+
+# Whatever an object store may answer with, for `except`.
+STORE_ERRORS = (StoreUnavailable, StoreDenied, StoreMissing, StoreReadOnly, StoreCorrupt)
 
 
 class InternalError(LowwaterError):

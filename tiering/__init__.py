@@ -1,0 +1,1 @@
+"""Where the log's history lives: object stores, and what is kept in them."""

@@ -1,0 +1,142 @@
+"""What Lowwater asks of an object store: five calls.
+
+Always true of every store:
+  - an object appears whole or not at all, and never changes: a name that is taken is kept;
+  - a call that fails raises one of `errors.STORE_ERRORS`, which names the store without its secrets; an
+    object that is missing is `NotFound`;
+  - after `StoreUnavailable` a write may have happened, or may still happen: writing again is safe;
+  - memory is bounded by a few parts, whatever the size of an object;
+  - any number of threads may call at once, and no call needs another thread to finish.
+
+`tiering/testing/store.py` holds an implementation to this. `open_store` makes one from a URI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+from lowwater.errors import Closed, InvalidEntry, NotFound, StoreCorrupt, StoreReadOnly
+
+# What the bytes of an object may come in.
+Part = bytes | bytearray | memoryview
+
+NAME_BYTES_MAX = 1024  # of S3
+COMPONENT_BYTES_MAX = 255  # of file systems
+
+# Where a store has looked what its server can do. Never listed, and no name for an object.
+PROBE = ".probe"
+
+
+class Found(NamedTuple):
+    name: str
+    size: int
+
+
+class Store(Protocol):
+    uri: str
+    """What to call it in messages: no secret is in it."""
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+        """Make the object of these bytes, `size` in all. True when this call made it, False when there was
+        one of that name, which is kept; a call that was repeated below may find its own and say False."""
+        ...
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes from `start` to before `end`; what lies beyond the object is left out."""
+        ...
+
+    def stat(self, name: str) -> Found: ...
+
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+        """The objects whose names begin so, sorted, those above `start_after`; page by page, as they are
+        asked for."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """No error where there is none."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def write_verified(store: Store, name: str, parts: Callable[[], Iterable[Part]], *, size: int) -> bool:
+    """Write an object, and see whether the store has it: some say yes before they know.
+
+    An object that was there may have another size: it may have been compressed by another version.
+    """
+    made = store.write(name, parts(), size=size)
+    try:
+        found = store.stat(name)
+    except NotFound:
+        raise StoreCorrupt(
+            "the store said that it has the object, and has it not", path=at(store.uri, name)
+        ) from None
+    if made and found.size != size:
+        raise StoreCorrupt(
+            f"the store took {size} bytes, and has an object of {found.size}", path=at(store.uri, name)
+        )
+    return made
+
+
+def at(uri: str, name: str) -> str:
+    """How errors name an object."""
+    return f"{uri.rstrip('/')}/{name}"
+
+
+def missing(uri: str, name: str) -> NotFound:
+    return NotFound(
+        "there is no such object", path=at(uri, name), hint="list what is there: `lowwater tier ls`"
+    )
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no name in every store: a folder must not be left through it."""
+    components = name.split("/")
+    if (
+        any(part in ("", ".", "..") for part in components)
+        or name[0] == "."
+        or any(ord(letter) < 32 or letter in "\\\x7f" for letter in name)
+    ):
+        raise InvalidEntry(f"{name!r:.80} is no name for an object", hint="words between slashes, as a/b.c")
+    if len(name.encode()) > NAME_BYTES_MAX or max(len(c.encode()) for c in components) > COMPONENT_BYTES_MAX:
+        raise InvalidEntry(f"the name {name!r:.80}... is too long", hint="at most 255 bytes between slashes")
+
+
+class Handle:
+    """What all stores need to say no."""
+
+    def __init__(self, uri: str, *, read_only: bool) -> None:
+        self.uri = uri
+        self.read_only = read_only
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.uri}>"
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check(self, name: str, *, writing: bool = False) -> None:
+        self._check_open()
+        check_name(name)
+        if writing and self.read_only:
+            raise StoreReadOnly("nothing can be written here", path=at(self.uri, name))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"{self.uri} was closed")
+
+
+def counted(parts: Iterable[Part], size: int, where: str) -> Iterator[Part]:
+    """The parts, which must come to `size`: else the object must not appear."""
+    total = 0
+    for part in parts:
+        total += len(part)
+        yield part
+    if total != size:
+        raise InvalidEntry(
+            f"{total} bytes came for an object of {size}",
+            path=where,
+            hint="was the file changed while it was read?",
+        )
