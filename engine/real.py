@@ -38,6 +38,11 @@ class RealClock:
         return time.perf_counter()
 
 
+def sleep(seconds: float) -> None:
+    """For calls that wait by themselves. Background work returns its delay from a step."""
+    time.sleep(seconds)
+
+
 class RealRandomness:
     def token(self, size: int) -> bytes:
         return secrets.token_bytes(size)
