@@ -6,8 +6,8 @@ Always true:
     write over an object, this side looks first;
   - a multipart upload is completed only when all its bytes came, and as many as were announced.
 
-OpenDAL's Python files cannot abort an upload: closing one completes it, dropping one leaves its parts with the
-server, unseen. On S3 they are found and removed (`s3_uploads.py`), elsewhere by the server's own rules.
+OpenDAL's Python files cannot abort an upload: closing one completes it, dropping one leaves its parts with
+the server, unseen. On S3 they are found and removed (`s3_uploads.py`), elsewhere by the server's own rules.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class VersionsConfig(BaseModel):
 
 
 class TierConfig(BaseModel):
-    """Where the history is kept. Each attribute has the name of its key in `[tier]`; no secret is in its repr."""
+    """Where the history is kept. Each attribute has the name of its key in `[tier]`. Its repr holds no secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
