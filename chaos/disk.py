@@ -30,7 +30,16 @@ from lowwater.chaos.survival import Change, Survival, apply_change, lose_power, 
 from lowwater.engine.seams import SyncMode
 
 MutatingKind = Literal[
-    "create", "write", "sync", "truncate", "rename", "remove", "sync_directory", "lock", "make_directory"
+    "create",
+    "write",
+    "sync",
+    "truncate",
+    "rename",
+    "link",
+    "remove",
+    "sync_directory",
+    "lock",
+    "make_directory",
 ]
 ReadingKind = Literal["open", "read", "size", "list"]
 
@@ -79,7 +88,7 @@ BLOCK_BYTES = 4096
 
 
 class NameChange(NamedTuple):
-    """`old` goes, `new` comes: a creation has no `old`, a removal no `new`."""
+    """`old` goes, `new` comes: a creation or a link has no `old`, a removal no `new`."""
 
     old: str
     new: str
@@ -306,6 +315,16 @@ class FaultyFiles:
 
         self.perform("rename", old, effect, new_path=new)
 
+    def link(self, old: str, new: str) -> None:
+        def effect(_: Fault) -> None:
+            inode = self._inode(old)
+            self._directory(_parent(new))
+            if new in self._names or new in self._directories:
+                raise _os_error(errno.EEXIST, new)
+            self._change_name(NameChange("", new, inode))
+
+        self.perform("link", old, effect, new_path=new)
+
     def remove(self, path: str) -> None:
         self.perform("remove", path, lambda _: self._change_name(NameChange(path, "", self._inode(path))))
 
@@ -346,13 +365,12 @@ class FaultyFiles:
         if self._capacity_bytes is None:
             return None
         with self._mutex:
-            return self._capacity_bytes - sum(len(inode.cache) for inode in self._names.values())
+            return self._capacity_bytes - self._used_bytes()
 
     @free_bytes.setter
     def free_bytes(self, free_bytes: int | None) -> None:
         with self._mutex:
-            used = sum(len(inode.cache) for inode in self._names.values())
-            self._capacity_bytes = None if free_bytes is None else used + free_bytes
+            self._capacity_bytes = None if free_bytes is None else self._used_bytes() + free_bytes
 
     @property
     def trace(self) -> str:
@@ -467,6 +485,10 @@ class FaultyFiles:
             inode.unsynced = []
         self._names = dict(self._durable_names)
         self._unsynced_names = []
+
+    def _used_bytes(self) -> int:
+        """A file with two names takes its room once."""
+        return sum(len(inode.cache) for inode in {id(i): i for i in self._names.values()}.values())
 
     def _inode(self, path: str) -> Inode:
         inode = self._names.get(path)

@@ -120,6 +120,14 @@ class MemoryFiles:
             raise _error(errno.EISDIR, new)
         self._inodes[new] = self._inodes.pop(old)
 
+    def link(self, old: str, new: str) -> None:
+        if old not in self._inodes:
+            raise _error(errno.ENOENT, old)
+        self._existing(_parent(new))
+        if new in self._inodes or new in self._directories:
+            raise _error(errno.EEXIST, new)
+        self._inodes[new] = self._inodes[old]
+
     def remove(self, path: str) -> None:
         if self._inodes.pop(path, None) is None:
             raise _error(errno.ENOENT, path)

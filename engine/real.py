@@ -38,6 +38,11 @@ class RealClock:
         return time.perf_counter()
 
 
+def sleep(seconds: float) -> None:
+    """For calls that wait by themselves. Background work returns its delay from a step."""
+    time.sleep(seconds)
+
+
 class RealRandomness:
     def token(self, size: int) -> bytes:
         return secrets.token_bytes(size)
@@ -265,6 +270,9 @@ class RealFiles:
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new)
+
+    def link(self, old: str, new: str) -> None:
+        os.link(old, new)
 
     def remove(self, path: str) -> None:
         os.unlink(path)

@@ -102,6 +102,11 @@ class Files(Protocol):
         """Atomic; replaces `new`. Durable after `sync_directory`."""
         ...
 
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name; FileExistsError where there is a file of it already. Durable after
+        `sync_directory`. Another OSError where the file system knows no such links."""
+        ...
+
     def remove(self, path: str) -> None:
         """Durable after `sync_directory`."""
         ...

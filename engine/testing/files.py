@@ -194,6 +194,34 @@ class FilesConformance:
             files.rename(f"{directory}/a", f"{directory}/x")
         assert files.list(directory) == ["a", "x"]
 
+    def test_a_link_is_a_second_name_of_one_file(self, place: Place) -> None:
+        """A store writes under one name and shows the whole object under another."""
+        files, directory = place
+        file = files.open(f"{directory}/a", create=True)
+        file.write_at(0, [b"one"])
+        files.make_directory(f"{directory}/x")
+        files.link(f"{directory}/a", f"{directory}/x/b")
+        file.write_at(0, [b"two"])
+        assert files.open(f"{directory}/x/b").read_at(0, 10) == b"two"
+        files.remove(f"{directory}/a")
+        assert files.list(f"{directory}/x") == ["b"]
+        assert files.open(f"{directory}/x/b").read_at(0, 10) == b"two"
+
+    def test_a_link_replaces_nothing(self, place: Place) -> None:
+        """Who comes second learns it, and what is there stays."""
+        files, directory = place
+        files.open(f"{directory}/a", create=True)
+        files.open(f"{directory}/b", create=True).write_at(0, [b"kept"])
+        files.make_directory(f"{directory}/x")
+        for taken in ("b", "x"):
+            with pytest.raises(FileExistsError):
+                files.link(f"{directory}/a", f"{directory}/{taken}")
+        with pytest.raises(FileNotFoundError):
+            files.link(f"{directory}/missing", f"{directory}/c")
+        with pytest.raises(FileNotFoundError):
+            files.link(f"{directory}/a", f"{directory}/missing/c")
+        assert files.open(f"{directory}/b").read_at(0, 10) == b"kept"
+
     def test_a_missing_file_can_be_neither_renamed_nor_removed(self, place: Place) -> None:
         """And the target of the rename stays."""
         files, directory = place

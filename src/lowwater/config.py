@@ -90,10 +90,27 @@ def parse_optional_count(value: object) -> int | None:
     return _parse(value, {"versions": 1}, "versions", "1000")
 
 
+def without_secrets(uri: str) -> str:
+    """The URI of a store as it may be shown: what stands before an @ or after a ? may be a secret."""
+    place, mark, _ = uri.partition("?")
+    place = re.sub(r"//[^/]*@", "//…@", place)
+    return f"{place}?…" if mark else place
+
+
 def _path(value: object) -> object:
     if value is None or (isinstance(value, str | os.PathLike) and os.fspath(value)):
         return value
     raise ValueError("must be a path")
+
+
+def _option(value: object) -> object:
+    """OpenDAL takes texts."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | str():
+            return str(value)
+    raise ValueError("must be a text, a whole number, true or false")
 
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
@@ -102,6 +119,7 @@ Milliseconds = Annotated[int, BeforeValidator(parse_milliseconds)]
 OptionalSeconds = Annotated[float | None, BeforeValidator(parse_seconds)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Count = Annotated[int, BeforeValidator(parse_count)]
+OptionText = Annotated[str, BeforeValidator(_option)]
 OptionalCount = Annotated[int | None, BeforeValidator(parse_optional_count)]
 
 
@@ -150,6 +168,36 @@ class VersionsConfig(BaseModel):
     per_key_max: OptionalCount = Field(default=None, ge=1, le=2**32)
 
 
+class TierConfig(BaseModel):
+    """Where the history is kept. Each attribute has the name of its key in `[tier]`. Its repr holds no secret."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uri: str | None = Field(default=None, repr=False, min_length=1)
+    kind: Literal["file", "shared_fs", "memory", "s3", "gcs", "azblob"] | None = None
+    root: str | None = Field(default=None, min_length=1)
+    options: dict[str, OptionText] = Field(default={}, repr=False)
+    timeout_ms: Milliseconds = Field(default=30_000, ge=100, le=3_600_000)
+    attempts_max: Count = Field(default=5, ge=1, le=100)
+    requests_max: Count = Field(default=32, ge=1, le=10_000)
+    part_bytes: ByteSize = Field(default=8 * MIB, ge=5 * MIB, le=GIB)
+    parts_at_once: Count = Field(default=4, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _one_way_to_say_where(self) -> Self:
+        if (self.kind is None) != (self.root is None):
+            raise ValueError("kind and root stand together, as s3 and bucket/prefix")
+        if self.uri is not None and self.kind is not None:
+            raise ValueError("uri says what kind and root say: keep one of the two")
+        if self.options and self.uri is None and self.kind is None:
+            raise ValueError("there are options, and no uri that they are for")
+        return self
+
+    def store_uri(self) -> str | None:
+        """None where nothing is to be shipped."""
+        return self.uri if self.kind is None else f"{self.kind}://{self.root}"
+
+
 class Config(BaseSettings):
     """Everything that can be set. `Config()` has the defaults, `Config.load` reads what the user wrote."""
 
@@ -158,6 +206,7 @@ class Config(BaseSettings):
     wal: WalConfig = WalConfig()
     engine: EngineConfig = EngineConfig()
     versions: VersionsConfig = VersionsConfig()
+    tier: TierConfig = TierConfig()
 
     @classmethod
     def load(
@@ -209,13 +258,16 @@ SPELLINGS = {
         ("sync_mode", "sync_mode"),
         ("compression", "compression"),
     )
-}
+} | {"uploader.stream_chunk_size": "tier.part_bytes", "uploader.concurrent_parts": "tier.parts_at_once"}
 CACHE_CAPACITY = "wal.cache_capacity"
-SECTIONS = ("engine", "storage_engine", "versions", "wal")
+# What a store takes beside its URI has names of its own below this one.
+OPTIONS = "tier.options"
+SECTIONS = ("engine", "storage_engine", "tier", OPTIONS, "uploader", "versions", "wal")
 KEYS = [
     *(f"wal.{name}" for name in WalConfig.model_fields),
     *(f"engine.{name}" for name in EngineConfig.model_fields),
     *(f"versions.{name}" for name in VersionsConfig.model_fields),
+    *(f"tier.{name}" for name in TierConfig.model_fields if name != "options"),
 ]
 
 
@@ -229,7 +281,11 @@ class Setting:
     path: str | None
 
     def __str__(self) -> str:
-        written = json.dumps(self.written, default=str)
+        if f".{OPTIONS}." in f".{self.name.lower().replace('__', '.').replace(ENV_PREFIX.lower(), '')}":
+            return self.name  # what it is set to may be a secret
+        written = json.dumps(
+            without_secrets(self.written) if isinstance(self.written, str) else self.written, default=str
+        )
         return f"{self.name} = {written if len(written) <= 80 else written[:77] + '...'}"
 
 
@@ -251,7 +307,7 @@ def _layer(
             if written != {}:
                 raise InvalidConfig(f"{spell(key)} is a section, not a value", path=path, hint=HINT)
             continue
-        if key not in KEYS and key not in SPELLINGS and key != CACHE_CAPACITY:
+        if key not in (*KEYS, *SPELLINGS, CACHE_CAPACITY) and not re.fullmatch(rf"{OPTIONS}\.\w+", key):
             known = [spell(name) for name in (*KEYS, *SPELLINGS, CACHE_CAPACITY)]
             nearest = difflib.get_close_matches(spell(key), known, n=1, cutoff=0)[0]
             raise InvalidConfig(
@@ -284,8 +340,11 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, objec
 def _nested(layer: Layer) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, setting in layer.items():
-        section, name = key.split(".")
-        tree.setdefault(section, {})[name] = setting.value
+        *sections, name = key.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[name] = setting.value
     return tree
 
 

@@ -67,6 +67,7 @@ def workload(files: Files) -> None:
         files.rename("log/current", f"log/segment-{number}")
         files.sync_directory("log")
         file.close()
+    files.link("log/segment-1", "log/segment-0b")
     files.remove("log/segment-0")
     files.sync_directory("log")
 
@@ -81,6 +82,7 @@ def failing_operations() -> dict[MutatingKind, Callable[[FaultyFiles, FaultyFile
         "sync": lambda files, file: file.sync("fdatasync"),
         "truncate": lambda files, file: file.truncate(1),
         "rename": lambda files, file: files.rename("log/a", "log/b"),
+        "link": lambda files, file: files.link("log/a", "log/b"),
         "remove": lambda files, file: files.remove("log/a"),
         "sync_directory": lambda files, file: files.sync_directory("log"),
         "lock": lambda files, file: files.lock("log/lock", "me"),

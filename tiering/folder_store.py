@@ -1,0 +1,258 @@
+"""A folder as an object store, also on a file system that several machines share.
+
+Always true:
+  - an object is written under a name of its own in `.tmp`, synced, and then linked to its name: that is
+    there with all its bytes or not at all, after a power loss too, and who comes second finds it taken;
+  - before a write says that an object is there, its name is durable, whoever has made it;
+  - a file in `.tmp` is locked while it is being written; one that is not was left by a crash, and
+    opening the store removes it.
+
+Where a file system has no hard links, a rename takes their place, and two writers of one name at the same
+moment can both say that they made it: names come from content, so they wrote the same bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from lowwater.engine.real import RealFiles, RealRandomness
+from lowwater.engine.seams import Files, Randomness, write_all
+from lowwater.errors import (
+    InvalidEntry,
+    LowwaterError,
+    StoreDenied,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+)
+from lowwater.tiering.store import Found, Handle, Part, at, counted, missing
+
+TEMPORARY = ".tmp"
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+# What a file system answers when a name is a file here and a folder there.
+NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EEXIST)
+
+
+class FolderStore(Handle):
+    def __init__(
+        self,
+        directory: str,
+        *,
+        uri: str | None = None,
+        read_only: bool = False,
+        make: bool = True,
+        files: Files | None = None,
+        randomness: Randomness | None = None,
+    ) -> None:
+        """`make` makes the folder where there is none: not below a mount point, where an empty folder means
+        that nothing is mounted."""
+        super().__init__(uri or f"file://{directory}", read_only=read_only)
+        self._directory = directory.rstrip("/") or "/"
+        self._files = files or RealFiles()
+        self._randomness = randomness or RealRandomness()
+        # Directories that are known to be there, durably.
+        self._made: set[str] = set()
+        with self._translated(""):
+            self._open(make=make and not read_only)
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+        self._check(name, writing=True)
+        path = f"{self._directory}/{name}"
+        parent = path.rpartition("/")[0]
+        made = False
+        with self._translated(name, writing=True):
+            there = self._size(path) is not None
+            if not there:
+                self._make_directory(parent)
+        if not there:
+            made = self._write(name, path, counted(parts, size, at(self.uri, name)))
+        with self._translated(name, writing=True):
+            self._files.sync_directory(parent)
+        return made
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        self._check(name)
+        with self._translated(name):
+            file = self._files.open(f"{self._directory}/{name}")
+            try:
+                return file.read_at(start, max(0, (file.size() if end is None else end) - start))
+            finally:
+                file.close()
+
+    def stat(self, name: str) -> Found:
+        self._check(name)
+        with self._translated(name):
+            size = self._size(f"{self._directory}/{name}")
+        if size is None:
+            raise missing(self.uri, name)
+        return Found(name, size)
+
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+        self._check_open()
+        return self._list("", prefix, start_after)
+
+    def delete(self, name: str) -> None:
+        self._check(name, writing=True)
+        path = f"{self._directory}/{name}"
+        with self._translated(name), suppress(FileNotFoundError, NotADirectoryError):
+            self._files.remove(path)
+            self._files.sync_directory(path.rpartition("/")[0])
+
+    def _open(self, *, make: bool) -> None:
+        temporary = f"{self._directory}/{TEMPORARY}"
+        if not make:
+            self._files.list(self._directory)
+        if self.read_only:
+            return
+        try:
+            self._make_directory(self._directory)
+            self._make_directory(temporary)
+        except PermissionError:
+            self._files.list(self._directory)
+            self.read_only = True
+            return
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            self._files.list(self._directory)
+            self.read_only = True
+            return
+        for name in self._files.list(temporary):
+            path = f"{temporary}/{name}"
+            with suppress(BlockingIOError, FileNotFoundError):
+                lock = self._files.lock(path, "")
+                try:
+                    self._files.remove(path)
+                finally:
+                    lock.close()
+
+    def _write(self, name: str, path: str, parts: Iterable[Part]) -> bool:
+        temporary = f"{self._directory}/{TEMPORARY}/{self._randomness.token(12).hex()}"
+        with self._translated(name, writing=True):
+            file = self._files.lock(temporary, "")
+        try:
+            offset = 0
+            for part in parts:  # whose own errors are not the store's
+                with self._translated(name, writing=True):
+                    write_all(file, offset, [part])  # type: ignore[list-item]  # all buffers will do
+                offset += len(part)
+            with self._translated(name, writing=True):
+                file.sync("fsync")
+                return self._show(temporary, path)
+        finally:
+            # Where this fails, the next one that opens the store does it.
+            with suppress(OSError):
+                self._files.remove(temporary)
+            file.close()
+
+    def _show(self, temporary: str, path: str) -> bool:
+        try:
+            self._files.link(temporary, path)
+            return True
+        except FileExistsError:
+            if self._size(path) is None:
+                raise
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+        if self._size(path) is not None:
+            return False
+        self._files.rename(temporary, path)
+        return True
+
+    def _list(self, directory: str, prefix: str, start_after: str) -> Iterator[Found]:
+        """Depth first, a folder where its name with a slash stands: so the whole is sorted."""
+        with self._translated(directory):
+            try:
+                names = self._files.list(f"{self._directory}/{directory}".rstrip("/"))
+            except (FileNotFoundError, NotADirectoryError):
+                if not directory:
+                    raise
+                return
+        folders: list[str] = []
+        for name in names:
+            whole = directory + name
+            while folders and folders[0] < whole:
+                yield from self._list(folders.pop(0), prefix, start_after)
+            folder = f"{whole}/"
+            may_hold = (prefix.startswith(folder) or folder.startswith(prefix)) and (
+                start_after < folder or start_after.startswith(folder)
+            )
+            is_asked_for = whole.startswith(prefix) and whole > start_after
+            if (not directory and name.startswith(".")) or not (may_hold or is_asked_for):
+                continue
+            with self._translated(whole):
+                size = self._size(f"{self._directory}/{whole}")
+            if size is not None:
+                if is_asked_for:
+                    yield Found(whole, size)
+            elif may_hold:
+                insort(folders, folder)
+        for folder in folders:
+            yield from self._list(folder, prefix, start_after)
+
+    def _size(self, path: str) -> int | None:
+        """None where there is no such file; a folder is none."""
+        try:
+            self._files.list(path)
+            return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        try:
+            file = self._files.open(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return file.size()
+        finally:
+            file.close()
+
+    def _make_directory(self, directory: str) -> None:
+        if directory not in self._made:
+            self._files.make_directory(directory)
+            self._made.add(directory)
+
+    @contextmanager
+    def _translated(self, name: str, *, writing: bool = False) -> Iterator[None]:
+        """Our errors in the place of the operating system's."""
+        try:
+            yield
+        except OSError as error:
+            self._made.clear()  # nothing is known of the folders any more
+            raise self._error(error, name, writing) from error
+
+    def _error(self, error: OSError, name: str, writing: bool) -> LowwaterError:
+        path = at(self.uri, name) if name else self.uri
+        match error:
+            case FileNotFoundError() | NotADirectoryError() | FileExistsError() if not name:
+                return StoreMissing(
+                    "there is no such folder", path=path, hint="check the path, and that it is mounted"
+                )
+            case FileNotFoundError() if writing:
+                return StoreUnavailable("somebody removes folders there", path=path)
+            case FileNotFoundError():
+                return missing(self.uri, name)
+            case PermissionError():
+                return StoreDenied(
+                    f"the file system refuses it: {error.strerror}",
+                    path=path,
+                    hint="give this user the right to read and write the folder",
+                )
+        if error.errno == errno.EROFS:
+            return StoreReadOnly("the file system is mounted read-only", path=path)
+        if error.errno in NO_PATH and name and not writing:
+            return missing(self.uri, name)
+        if error.errno in NO_PATH and name:
+            return InvalidEntry(
+                f"the folder cannot hold this name: {error.strerror}",
+                path=path,
+                hint="another object is in its way",
+            )
+        hint = (
+            "make room there; calling again is safe" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+        )
+        return StoreUnavailable(f"the file system answered: {error.strerror}", path=path, hint=hint)

@@ -1,0 +1,70 @@
+"""A store from its URI."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+from lowwater.config import TierConfig
+from lowwater.engine.real import sleep
+from lowwater.engine.seams import Files, Randomness
+from lowwater.errors import InvalidConfig
+from lowwater.tiering.folder_store import FolderStore
+from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
+from lowwater.tiering.store import Store
+from lowwater.tiering.store_uri import parse_uri
+
+# The memories that have names: whoever opens one in this process finds the same objects.
+_memories: dict[str, MemoryObjects] = {}
+_mutex = threading.Lock()
+
+
+def open_store(
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    options: Mapping[str, str] | None = None,
+    config: TierConfig | None = None,
+    read_only: bool = False,
+    files: Files | None = None,
+    randomness: Randomness | None = None,
+    sleep: Callable[[float], None] = sleep,
+) -> Store:
+    """Open the store at `uri`, or where the configuration says. Options win over those in the URI, and those
+    over the configuration's, which count for its own URI only.
+
+    A store that can only be read is opened so, and says it when it is written. `read_only` tries nothing, and
+    makes no folder.
+    """
+    config = config or TierConfig()
+    if uri is None:
+        uri = config.store_uri()
+        if uri is None:
+            raise InvalidConfig("no store is configured", hint="set tier.uri, as s3://bucket/prefix")
+        options = {**config.options, **(options or {})}
+    place = parse_uri(uri, options)
+    match place.kind:
+        case "memory":
+            with _mutex:
+                objects = _memories.setdefault(place.path, MemoryObjects()) if place.path else None
+            return MemoryStore(place.uri, objects=objects, read_only=read_only)
+        case "file" | "shared_fs":
+            return FolderStore(
+                place.path,
+                uri=place.uri,
+                read_only=read_only,
+                make=place.kind == "file",
+                files=files,
+                randomness=randomness,
+            )
+        case _:
+            from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
+
+            limits = StoreLimits(
+                timeout_s=config.timeout_ms / 1000,
+                attempts_max=config.attempts_max,
+                requests_max=config.requests_max,
+                part_bytes=config.part_bytes,
+                parts_at_once=config.parts_at_once,
+            )
+            return OpenDalStore(place, read_only=read_only, limits=limits, randomness=randomness, sleep=sleep)

@@ -1,0 +1,90 @@
+"""OpenDAL's exceptions as ours: by what the caller must do, without secrets, without traces of Rust."""
+
+from __future__ import annotations
+
+import re
+
+from opendal import exceptions
+
+from lowwater.errors import (
+    InvalidConfig,
+    LowwaterError,
+    StoreDenied,
+    StoreMissing,
+    StoreUnavailable,
+)
+from lowwater.tiering.store import at, missing
+
+ERRORS: tuple[type[Exception], ...] = (
+    exceptions.Error,
+    exceptions.Unexpected,
+    exceptions.Unsupported,
+    exceptions.ConfigInvalid,
+    exceptions.NotFound,
+    exceptions.PermissionDenied,
+    exceptions.IsADirectory,
+    exceptions.NotADirectory,
+    exceptions.AlreadyExists,
+    exceptions.IsSameFile,
+    exceptions.ConditionNotMatch,
+    exceptions.RateLimited,
+    exceptions.RangeNotSatisfied,
+    exceptions.Conflict,
+)
+# The server's answers to a write on condition that there is nothing, where something is.
+TAKEN = (exceptions.ConditionNotMatch, exceptions.AlreadyExists)
+
+NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist", re.I)
+CLOCK_SKEWED = re.compile(r"RequestTimeTooSkewed|RequestExpired|difference between the request time", re.I)
+NO_CREDENTIALS = re.compile(r"no valid credential|credential.{0,40}(not found|is empty|missing)", re.I)
+READ_ONLY = re.compile(r"read[- ]only|MethodNotAllowed", re.I)
+
+
+def translated(
+    error: Exception, uri: str, name: str = "", *, writing: bool = False, secrets: tuple[str, ...] = ()
+) -> LowwaterError:
+    text = str(error)
+    path = at(uri, name) if name else uri
+    said = _said(text, secrets)
+    if CLOCK_SKEWED.search(text):
+        return StoreDenied(
+            f"this machine's clock and the store's are too far apart: {said}",
+            path=path,
+            hint="set this machine's clock (chronyc tracking, timedatectl): signed requests carry its time",
+        )
+    if NO_CONTAINER.search(text):
+        return StoreMissing(f"there is no such bucket: {said}", path=path)
+    if isinstance(error, exceptions.PermissionDenied) or NO_CREDENTIALS.search(text):
+        return StoreDenied(f"the store refuses it: {said}", path=path)
+    if isinstance(error, exceptions.NotFound):
+        # Lists and writes miss nothing but the bucket itself.
+        return (
+            missing(uri, name) if name and not writing else StoreMissing(f"nothing there: {said}", path=path)
+        )
+    if isinstance(error, exceptions.ConfigInvalid | exceptions.Unsupported):
+        return InvalidConfig(
+            f"the store cannot be used so: {said}", path=path, hint="docs/operating/stores.md"
+        )
+    if isinstance(error, exceptions.RateLimited):
+        return StoreUnavailable(f"the store asks for fewer requests: {said}", path=path)
+    return StoreUnavailable(f"the store did not do it: {said}", path=path)
+
+
+def _said(text: str, secrets: tuple[str, ...]) -> str:
+    """What the server or the network said, in one line. Neither the addresses in OpenDAL's context nor its
+    back traces get through: an address may carry a signature."""
+    first = text.split("\n", 1)[0]
+    service = re.search(r'code: "([^"]*)", message: "([^"]*)"', first)
+    source = re.search(r"^Source:\s*\n(.*)$", text, re.M)
+    if service:
+        said = " ".join(part for part in (service[1], service[2]) if part)
+    elif source:
+        said = re.sub(r"\(https?://[^)]*\)|https?://\S+", "", source[1]).strip()
+    else:
+        said = first.partition("=> ")[2] or first
+        status = re.search(r"status: (\d+)", text)
+        if status:
+            said += f" (HTTP {status[1]})"
+    for secret in secrets:
+        said = said.replace(secret, "…")
+    return said[:300]

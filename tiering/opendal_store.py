@@ -1,0 +1,271 @@
+"""S3, GCS and Azure Blob, through OpenDAL.
+
+Always true:
+  - every exception of OpenDAL becomes one of ours (`opendal_errors.py`), every call has a time-out;
+  - what the server cannot do was found out by trying, when the store was opened: where it does not refuse to
+    write over an object, this side looks first;
+  - a multipart upload is completed only when all its bytes came, and as many as were announced.
+
+OpenDAL's Python files cannot abort an upload: closing one completes it, dropping one leaves its parts with
+the server, unseen. On S3 they are found and removed (`s3_uploads.py`), elsewhere by the server's own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, TypeVar
+
+import opendal
+from opendal import exceptions, layers
+
+from lowwater.config import MIB
+from lowwater.engine.real import RealRandomness, sleep
+from lowwater.engine.seams import Randomness
+from lowwater.errors import NotFound, StoreDenied, StoreUnavailable
+from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, TAKEN, translated
+from lowwater.tiering.retries import Retries
+from lowwater.tiering.s3_uploads import PendingUploads
+from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
+from lowwater.tiering.store_uri import CONTAINERS, StorePlace
+
+LIST_PAGE = 1000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreLimits:
+    """How a store is called. The keys of `[tier]` have the same names."""
+
+    timeout_s: float = 30.0
+    attempts_max: int = 5
+    requests_max: int = 32
+    part_bytes: int = 8 * MIB
+    parts_at_once: int = 4
+
+
+class OpenDalStore(Handle):
+    def __init__(
+        self,
+        place: StorePlace,
+        *,
+        read_only: bool = False,
+        limits: StoreLimits | None = None,
+        randomness: Randomness | None = None,
+        sleep: Callable[[float], None] = sleep,
+    ) -> None:
+        super().__init__(place.uri, read_only=read_only)
+        self._limits = limits = limits or StoreLimits()
+        self._secrets = tuple(value for name, value in place.options.items() if _is_secret(name) and value)
+        self.retries = Retries(
+            attempts=limits.attempts_max, randomness=randomness or RealRandomness(), sleep=sleep
+        )
+        container, _, prefix = place.path.partition("/")
+        options: dict[str, Any] = {**place.options, CONTAINERS[place.kind]: container, "root": f"/{prefix}"}
+        try:
+            operator = opendal.Operator(place.kind, **options).layer(
+                layers.TimeoutLayer(timeout=limits.timeout_s, io_timeout=limits.timeout_s)
+            )
+        except ERRORS as error:
+            raise self._translated(error) from None
+        self._operator = operator.layer(layers.ConcurrentLimitLayer(limits.requests_max))
+        # A stream is sent once, so its parts are sent again below it. It is not counted among the requests:
+        # what it is fed from may be read here as well.
+        self._streams = operator.layer(
+            layers.RetryLayer(max_times=limits.attempts_max - 1, jitter=True, min_delay=0.1, max_delay=5.0)
+        )
+        self._start_after = operator.capability().list_with_start_after
+        self._uploads = (
+            PendingUploads(place.options, container, prefix, timeout_s=limits.timeout_s)
+            if place.kind == "s3"
+            else None
+        )
+        self.refuses_to_overwrite = False
+        """Whether the server itself keeps a name that is taken."""
+        self._probe()
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+        self._check(name, writing=True)
+        parts = counted(parts, size, at(self.uri, name))
+        streamed = size > self._limits.part_bytes
+        # A stream that comes for nothing costs more than a look.
+        if (streamed or not self.refuses_to_overwrite) and self._is_there(name):
+            return False
+        if streamed:
+            return self._stream(name, parts)
+        data = b"".join(parts)
+        return self.retries.run(lambda: self._put(name, data))
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        self._check(name)
+        if end is not None and end <= start:
+            self.stat(name)
+            return b""
+        return self.retries.run(lambda: self._read(name, start, end))
+
+    def stat(self, name: str) -> Found:
+        self._check(name)
+        return self.retries.run(lambda: self._stat(name))
+
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+        self._check_open()
+        return self._list(prefix, start_after)
+
+    def delete(self, name: str) -> None:
+        self._check(name, writing=True)
+        self.retries.run(lambda: self._call(name, lambda: self._operator.delete(name), writing=True))
+
+    # ---- one attempt each
+
+    def _put(self, name: str, data: bytes) -> bool:
+        try:
+            self._operator.write(name, data, if_not_exists=self.refuses_to_overwrite)
+        except TAKEN:
+            return False
+        except ERRORS as error:
+            raise self._translated(error, name, writing=True) from None
+        return True
+
+    def _stream(self, name: str, parts: Iterable[Part]) -> bool:
+        limits = self._limits
+        try:
+            file = self._call(
+                name,
+                lambda: self._streams.open(
+                    name,
+                    "wb",
+                    chunk=limits.part_bytes,
+                    concurrent=limits.parts_at_once,
+                    if_not_exists=self.refuses_to_overwrite,
+                ),
+                writing=True,
+            )
+            for part in parts:  # whose own errors are not the store's
+                for piece in _pieces(part, limits.part_bytes):
+                    self._call(name, lambda p=piece: file.write(p), writing=True)  # type: ignore[misc]
+            try:
+                file.close()
+            except TAKEN:
+                return False
+            except ERRORS as error:
+                raise self._translated(error, name, writing=True) from None
+            return True
+        finally:
+            # Also after success: what an earlier process began and did not end is of no use any more.
+            if self._uploads is not None:
+                self._uploads.abort(name)
+
+    def _read(self, name: str, start: int, end: int | None) -> bytes:
+        try:
+            size = None if end is None else end - start
+            return self._operator.read(name, offset=start or None, size=size)
+        except exceptions.RangeNotSatisfied:
+            return b""
+        except ERRORS as error:
+            if end is None or "too little data" not in str(error):
+                raise self._translated(error, name) from None
+        # The range ends beyond the object, or the answer was cut off: the object's size tells.
+        whole = self._stat(name).size
+        if whole >= end:
+            raise StoreUnavailable("an answer was shorter than the range", path=at(self.uri, name))
+        if whole <= start:
+            return b""
+        return self._call(name, lambda: self._operator.read(name, offset=start, size=whole - start))
+
+    def _stat(self, name: str) -> Found:
+        return Found(name, self._call(name, lambda: self._operator.stat(name)).content_length)
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self.stat(name)
+        except NotFound:
+            return False
+        return True
+
+    def _list(self, prefix: str, start_after: str) -> Iterator[Found]:
+        """A page is asked for at a time: a lister that waits for its reader would keep a request."""
+        while True:
+            page = self.retries.run(lambda after=start_after: self._page(prefix, after))  # type: ignore[misc]
+            yield from (found for found in page if found.name != PROBE)
+            if len(page) < LIST_PAGE:
+                return
+            start_after = page[-1].name
+
+    def _page(self, prefix: str, start_after: str) -> Sequence[Found]:
+        options: dict[str, Any] = {"recursive": True, "limit": LIST_PAGE}
+        if self._start_after and start_after:
+            options["start_after"] = start_after
+
+        def collect() -> Sequence[Found]:
+            wanted = (
+                Found(entry.path, entry.metadata.content_length)
+                for entry in self._operator.list(prefix, **options)
+                if entry.metadata.is_file and entry.path.startswith(prefix) and entry.path > start_after
+            )
+            return tuple(islice(wanted, LIST_PAGE))
+
+        page = self._call("", collect)
+        if any(one.name >= other.name for one, other in pairwise(page)):
+            raise StoreUnavailable(
+                "the server's lists are not sorted", path=self.uri, hint="directory buckets cannot be used"
+            )
+        return page
+
+    def _call(self, name: str, call: Callable[[], T], *, writing: bool = False) -> T:
+        try:
+            return call()
+        except ERRORS as error:
+            raise self._translated(error, name, writing=writing) from None
+
+    def _translated(self, error: Exception, name: str = "", *, writing: bool = False) -> Exception:
+        return translated(error, self.uri, name, writing=writing, secrets=self._secrets)
+
+    # ---- what the server can do
+
+    def _probe(self) -> None:
+        """Look whether it answers, whether it can be written, and whether a condition on a write is kept:
+        some servers accept it and write over the object. The name is always the same: a crash leaves one at
+        most, and an opener that finds it taken has its answer."""
+        self.retries.run(lambda: self._call("", lambda: tuple(islice(self._operator.list("", limit=1), 1))))
+        if self.read_only:
+            return
+        try:
+            for _ in range(2):
+                if not self.retries.run(self._put_probe):
+                    self.refuses_to_overwrite = True
+                    break
+        except StoreDenied:
+            self.read_only = True
+            return
+        with suppress(StoreDenied):  # who may not delete leaves one small object, which no list shows
+            self.retries.run(lambda: self._call(PROBE, lambda: self._operator.delete(PROBE), writing=True))
+
+    def _put_probe(self) -> bool:
+        try:
+            self._operator.write(PROBE, b"", if_not_exists=True)
+        except TAKEN:
+            return False
+        except exceptions.Unsupported:
+            return True
+        except ERRORS as error:
+            if READ_ONLY.search(str(error)):
+                raise StoreDenied("the store is read-only", path=self.uri) from None
+            raise self._translated(error, PROBE, writing=True) from None
+        return True
+
+
+def _is_secret(option: str) -> bool:
+    return any(word in option for word in ("secret", "key", "token", "credential"))
+
+
+def _pieces(part: Part, size: int) -> Iterator[bytes]:
+    """OpenDAL takes bytes."""
+    if isinstance(part, bytes) and len(part) <= size:
+        yield part
+        return
+    view = memoryview(part)
+    for start in range(0, len(view), size):
+        yield bytes(view[start : start + size])
