@@ -697,7 +697,7 @@ def merge(
     assert keys[0] >= low, "a key below its page"
     merged = Page(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
     if sweep and min(seqs) <= floor:
-        merged = _swept(merged, floor)
+        merged = swept(merged, floor)
     return _split(merged, low, cuts)
 
 
@@ -751,8 +751,9 @@ def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:
     return newer
 
 
-def _swept(page: Page, floor: int) -> Page:
-    """The page without the rows that the floor takes."""
+def swept(page: Page, floor: int) -> Page:
+    """The page without the rows that the floor takes: of each key, what is older than its newest version at
+    or below it, and that one where it is a deletion."""
     keep: list[bool] = []
     key_before = None
     below = False

@@ -65,6 +65,7 @@ class Meta(NamedTuple):
     changed_seq: int
     checkpoint_seq: int
     checkpoints_due: list[Due]
+    pages_from: int
 
 
 def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:

@@ -1,0 +1,116 @@
+"""Pages leave: where a page is a block of a checkpoint that is in the archive, a reference takes its place.
+
+Always true:
+  - a page leaves only where it is that block, row by row, by its hash, once it was rid of the versions that
+    nobody can read any more. So everything that can be read of its keys can be read of the block;
+  - nothing of its keys is in memory then, and nothing in it waits for a transaction to end. What is written
+    afterwards stays in memory until the page is back: it is no part of the reference;
+  - the entries by which it was decided what nobody can read are durable before, as with a flush;
+  - pages with the buckets' own records stay: opening needs them, and reads nothing from afar.
+
+Pages that keep older versions, for a snapshot or the horizon, stay until these are let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from lowwater.engine.away import AwayPages
+from lowwater.engine.content import Known
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.pages import decode_page, swept
+from lowwater.engine.pagestore import PageStore
+from lowwater.engine.references import (
+    REFERENCE_BYTES,
+    encode_reference,
+    is_block,
+    is_reference,
+    reference_to,
+)
+from lowwater.engine.state import State
+from lowwater.errors import LowwaterError
+
+BEFORE_LEAVE = Failpoint("pages.before_leave")
+AFTER_LEAVE = Failpoint("pages.after_leave")
+
+# How many pages leave in one transaction.
+RUN_PAGES = 64
+# The page keys from here on have no bucket's own record.
+FIRST_KEY = b"\1"
+
+
+def runs_of(blocks: Iterable[Known], wants: Callable[[bytes], bool]) -> Iterator[list[Known]]:
+    """The blocks whose pages are wanted to leave, as many at a time as go in one transaction."""
+    wanted = (each for each in blocks if each.listed.key >= FIRST_KEY and wants(each.listed.key))
+    while run := list(islice(wanted, RUN_PAGES)):
+        yield run
+
+
+def leave(
+    state: State, run: Sequence[Known], checkpoint_seq: int, *, make_durable: Callable[[int], None]
+) -> int:
+    """Have those pages leave that are these blocks of the checkpoint of `checkpoint_seq`. Returns how many.
+    Not while a group is flushed: it would put back what it has read before, or be put back."""
+    with state.lock:
+        seq = state.applied
+        floor = min(state.floor_for(seq), state.transactions.floor_at(seq))
+        run = [known for known in run if _is_at_rest(state, known.listed.key)]
+    if not run:
+        return 0
+    make_durable(seq)
+    puts: list[tuple[bytes, bytes]] = []
+    stored = state.store.get_many([known.listed.key for known in run])
+    for (listed, location), data in zip(run, stored, strict=True):
+        if data is None or is_reference(data):
+            continue
+        try:
+            page = swept(decode_page(data, listed.key), floor)
+        except LowwaterError:
+            continue  # `check` tells of it
+        if is_block(page, listed, location):
+            reference = reference_to(listed, location, page_seq=page.seq, checkpoint_seq=checkpoint_seq)
+            puts.append((listed.key, encode_reference(reference, listed.key)))
+    if puts:
+        BEFORE_LEAVE()
+        state.store.write(puts, [], {})
+        AFTER_LEAVE()
+    return len(puts)
+
+
+def _is_at_rest(state: State, key: bytes) -> bool:
+    """With the lock: whether a page begins at this key, of which nothing is in memory alone."""
+    place = state.map.find(key)
+    layout = place.layout
+    index = layout.index(key)
+    if index < 0 or layout.keys[index] != key or key in state.transactions.unstamped:
+        return False
+    end = layout.keys[index + 1] if index + 1 < len(layout.keys) else state.map.high_of(place.low)
+    return not place.changed_keys(key, end)
+
+
+# ---------------------------------------------------------------------------- and come back
+
+
+def away_keys(store: PageStore) -> Iterator[bytes]:
+    """The page keys under which references stand, in order."""
+    for key, size in store.page_sizes():
+        if size == REFERENCE_BYTES and (data := store.get(key)) is not None and is_reference(data):
+            yield key
+
+
+def bring(state: State, keys: Iterable[bytes], *, put_back: Callable[[], None]) -> int:
+    """Read the pages of these keys that are away, and have `put_back` put them into the store again, as many
+    at a time as have room in memory. Returns how many were."""
+    away: AwayPages = state.away
+    count = 0
+    for key in keys:
+        data = state.store.get(key)
+        if data is not None and is_reference(data):
+            page = away.read(key, data)
+            if not away.give_back(key, data, page):
+                put_back()
+                away.give_back(key, data, page)
+            count += 1
+    put_back()
+    return count
