@@ -181,7 +181,7 @@ class AwayPages:
         size = page.size_bytes
         with self._lock:
             if key not in self._returning:
-                if self.returning_bytes + size > self.returning_bytes_max:
+                if self._returning and self.returning_bytes + size > self.returning_bytes_max:
                     return False
                 self._returning[key] = data, page
                 self.returning_bytes += size

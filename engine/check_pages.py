@@ -166,7 +166,7 @@ def _why_out_of_order(meta: Meta, seq_durable: int) -> Iterator[str]:
     if not meta.applied <= seq_durable:
         yield f"the pages hold entries up to {meta.applied}, and the log ends at {seq_durable}"
     if meta.pages_from > meta.applied:
-        yield f"the pages were made from a checkpoint of {meta.pages_from}, above the last entry {meta.applied}"
+        yield f"the pages are of a checkpoint of {meta.pages_from}, above the last entry {meta.applied}"
     if meta.horizon is not None and meta.horizon > meta.applied:
         yield f"the horizon is {meta.horizon}, above the last entry {meta.applied}"
     for name, seq in meta.snapshots.items():

@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -23,11 +23,11 @@ from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
 from lowwater.engine.checkpointer import Checkpointer, MustWait
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
-from lowwater.engine.content import Base, list_boundaries
+from lowwater.engine.content import list_boundaries
 from lowwater.engine.entries import Control, Entry
 from lowwater.engine.flush import Flusher
 from lowwater.engine.keeping import Keeping
-from lowwater.engine.leaving import away_keys, bring, leave, runs_of
+from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
 from lowwater.engine.moments import require_seq
@@ -67,10 +67,6 @@ BRING_AGAIN_S = 1.0
 BRING_AGAIN_S_MAX = 30.0
 # How often the length of the log is looked at, where checkpoint entries go by it.
 LOOK_AFTER_S = 1.0
-
-
-def _always(_: bytes) -> bool:
-    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +178,9 @@ class Core:
         self._bring_again_s = BRING_AGAIN_S
         self._bring_task = seams.runner.start("engine-bring", self._bring_step)
         state.away.wake = self._task.wake
+        self.leaving = Leaving(
+            state, alone=self._alone, make_durable=self._make_durable, put_back=self._flusher.put_back
+        )
 
     def _redo(self, redo_seq: int, progress: Progress | None) -> int:
         recovering = Recovering(self, redo_seq, progress)
@@ -499,41 +498,14 @@ class Core:
             self._task.wake()
         return seq
 
-    # ------------------------------------------------------------------ pages that are away
-
-    def let_leave(self, checkpoint: Base, wants: Callable[[bytes], bool] = _always) -> int:
-        """Have pages leave that are blocks of this checkpoint, all of whose packs can be read where `blocks`
-        reads. `wants` chooses by page key. Returns how many left: each is read from there when it is needed,
-        and comes back."""
-        count = 0
-        for run in runs_of(checkpoint.blocks(), wants):
-            with self._alone() as state:
-                count += leave(state, run, checkpoint.seq, make_durable=self._make_durable)
-        return count
-
-    def away_keys(self) -> Iterator[bytes]:
-        """The page keys of the pages that are away, in order."""
-        self._require_open()
-        return away_keys(self._store)
-
-    def bring(self, keys: Iterable[bytes]) -> int:
-        """Have the pages of these page keys here again, those that are away. Returns how many were. Raises
-        what is in the way of one; those before it are here."""
-
-        def put_back() -> None:
-            with self._alone():
-                self._flusher.put_back()
-
-        return bring(self._state, keys, put_back=put_back)
-
     @contextmanager
-    def _alone(self) -> Iterator[State]:
-        """Nothing is flushed meanwhile."""
+    def _alone(self) -> Iterator[None]:
+        """For who writes pages besides the flusher: nothing is flushed meanwhile."""
         self._require_writable()
         with self._stepping:
             try:
                 self._flusher.finish()
-                yield self._state
+                yield
             except Exception as error:  # noqa: BLE001 — as in the background
                 self._fail(error)
                 self._require_writable()

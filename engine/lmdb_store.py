@@ -183,7 +183,7 @@ class LmdbPages:
         gate = self._gate
         gate.enter()
         try:
-            transaction = self._begin(self._pages)
+            transaction: lmdb.Transaction[bytes] = self._begin(self._pages)
             try:
                 return transaction.get(key)
             finally:
