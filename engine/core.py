@@ -208,13 +208,13 @@ class Core:
             self._fail(error)
             return None
         self._looked_at_bytes = self._state.dirty_bytes + LOOK_AFTER_BYTES
-        if self._flusher.awaited:
+        if self._flusher.can_bring:
             self._bring_task.wake()
         return interval_s
 
     def _bring_step(self) -> float | None:
         """Read a page from afar that a flush waits for. Where it does not come, others are not in its way."""
-        if self._failure is not None or not self._flusher.awaited:
+        if self._failure is not None or not self._flusher.can_bring:
             return None
         try:
             if self._flusher.bring():

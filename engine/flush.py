@@ -225,6 +225,11 @@ class Flusher:
 
     # ------------------------------------------------------------------ pages that are away
 
+    @property
+    def can_bring(self) -> bool:
+        """Whether there is a page to be read, and room for it."""
+        return len(self._brought) < len(self.awaited) and self._brought_bytes < self._group_bytes
+
     def bring(self) -> bool:
         """Read one page that changes wait for, from where it is, for the next group. False where there is
         none to read: then those that were read are flushed. Raises what is in the way of this one; the next
@@ -247,6 +252,7 @@ class Flusher:
             if self.awaited.get(key) == data and key not in self._brought:
                 self._brought[key] = data, page
                 self._brought_bytes += page.size_bytes
+            self._goes_on = self._goes_on or not self.can_bring
         return True
 
     def _fetch(self, layout: Layout, index: int) -> Page | None:
