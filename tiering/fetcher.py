@@ -24,7 +24,7 @@ from lowwater.engine.tickets import again
 from lowwater.errors import Corrupt, LowwaterError, NotFound
 from lowwater.metrics import ColdMetrics
 from lowwater.tiering.block_cache import OBJECT_BYTES, UNIT_BYTES, BlockCache, UnitKey
-from lowwater.tiering.store import Store
+from lowwater.tiering.store import Store, at
 
 FETCH_UNITS = 16
 FETCH_BYTES = FETCH_UNITS * UNIT_BYTES
@@ -116,7 +116,7 @@ class Fetcher:
 
     def where(self, name: str) -> str:
         """An object, as errors name it."""
-        return f"{self._store.uri.partition('?')[0].rstrip('/')}/{name}"
+        return at(self._store.uri, name)
 
     @contextmanager
     def query(self) -> Generator[None, None, None]:
@@ -152,8 +152,8 @@ class Fetcher:
             return b""
         first, last = start // UNIT_BYTES, -(-end // UNIT_BYTES)
         parts: list[bytes] = []
-        for at in range(first, last, FETCH_UNITS):
-            parts += self._units(name, size, at, min(at + FETCH_UNITS, last), sequential=sequential)
+        for unit in range(first, last, FETCH_UNITS):
+            parts += self._units(name, size, unit, min(unit + FETCH_UNITS, last), sequential=sequential)
         parts[-1] = parts[-1][: end - (last - 1) * UNIT_BYTES]
         parts[0] = parts[0][start - first * UNIT_BYTES :]
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -161,8 +161,8 @@ class Fetcher:
     def load(self, name: str, size: int, start: int, end: int) -> None:
         """Have what is about to be read in memory, by as few requests as can be."""
         first, last = start // UNIT_BYTES, -(-end // UNIT_BYTES)
-        for at in range(first, last, FETCH_UNITS):
-            self._units(name, size, at, min(at + FETCH_UNITS, last), sequential=True)
+        for unit in range(first, last, FETCH_UNITS):
+            self._units(name, size, unit, min(unit + FETCH_UNITS, last), sequential=True)
 
     def load_ahead(self, name: str, size: int, start: int, end: int) -> None:
         """The same in the background, where there is one that has time for it."""

@@ -6,8 +6,8 @@ Always true:
     in the trailer, which has to say what the descriptor says;
   - what turns out wrong is forgotten and fetched once more: damage on the way heals, damage in the store is
     an error that names the object and the offset, as the raw segment counts it;
-  - memory does not depend on the segment's size, but for 32 bytes a block: a footer is verified piece by piece
-    as it passes, and its pieces are compared with their own hashes whenever they come again;
+  - memory does not depend on the segment's size, but for 32 bytes a block: a footer is verified piece by
+    piece as it passes, and its pieces are compared with their own hashes whenever they come again;
   - a search rests on nothing that was not verified.
 """
 
@@ -227,6 +227,8 @@ class RemoteSegment:
         except LowwaterError as error:
             if error.path is None:
                 error.path = self._fetcher.where(self.name)
+            if isinstance(error, DataError | NewerVersion) and error.offset is None:
+                error.offset = 0  # it is about the object as a whole
             if isinstance(error, DataError):
                 error.hint = HINT
             raise
