@@ -296,7 +296,7 @@ class Fetcher:
 def _runs(indexes: list[int]) -> Iterator[range]:
     """The numbers as ranges of those that follow one another."""
     start = 0
-    for at in range(1, len(indexes) + 1):
-        if at == len(indexes) or indexes[at] != indexes[at - 1] + 1:
-            yield range(indexes[start], indexes[at - 1] + 1)
-            start = at
+    for stop in range(1, len(indexes) + 1):
+        if stop == len(indexes) or indexes[stop] != indexes[stop - 1] + 1:
+            yield range(indexes[start], indexes[stop - 1] + 1)
+            start = stop

@@ -30,6 +30,7 @@ from lowwater.engine.reader import CHUNK_BYTES, Measure, seq_of, time_of
 from lowwater.engine.ring import Chunk
 from lowwater.engine.seams import SyncMode
 from lowwater.errors import Corrupt, DataError, InternalError, LowwaterError, NewerVersion
+from lowwater.tiering.block_cache import UNIT_BYTES
 from lowwater.tiering.fetcher import FETCH_BYTES, HINT, Fetcher
 
 # What one request for the end of an object brings: the footer of most segments, and a table of blocks.
@@ -40,6 +41,8 @@ STRETCH_FRAMES = 2**15
 # What a sequential reader is read ahead of at most, in parts of what it has read: it may stop at any time.
 AHEAD_PARTS = 8
 AHEAD_BYTES_MIN = 2**18
+# It begins and ends inside of units, and one request is to bring all of them.
+AHEAD_BYTES_MAX = FETCH_BYTES - 2 * UNIT_BYTES
 
 T = TypeVar("T")
 
@@ -494,7 +497,7 @@ class RemoteSegment:
             reading.segment, reading.loaded = self, 0
         if end <= reading.loaded:
             return
-        ahead = min(max(reading.used_bytes // AHEAD_PARTS, AHEAD_BYTES_MIN), FETCH_BYTES)
+        ahead = min(max(reading.used_bytes // AHEAD_PARTS, AHEAD_BYTES_MIN), AHEAD_BYTES_MAX)
         until = min(max(end, start + ahead), limit)
         self._load(opened, start, until)
         reading.loaded = until

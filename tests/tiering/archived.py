@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 
 class CountingStore(MemoryStore):
-    """Counts requests. `before` is called with each, and may raise, or wait; `change` gives another answer."""
+    """Counts requests. `before` is called with each, and may raise or wait; `change` gives another answer."""
 
     def __init__(self) -> None:
         super().__init__()
