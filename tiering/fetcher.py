@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from lowwater.engine.seams import Clock, Runner, Task
 from lowwater.engine.tickets import again
-from lowwater.errors import Corrupt, LowwaterError, NotFound
+from lowwater.errors import Corrupt, DataError, LowwaterError, NewerVersion, NotFound
 from lowwater.metrics import ColdMetrics
 from lowwater.tiering.block_cache import OBJECT_BYTES, UNIT_BYTES, BlockCache, UnitKey
 from lowwater.tiering.store import Store, at
@@ -36,6 +36,7 @@ AHEAD_MAX = 2
 HINT = "run `lowwater scrub` on the archive: it says which objects are damaged, and what to do"
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 class BytesInMemory(Generic[K]):
@@ -193,6 +194,24 @@ class Fetcher:
         self.pieces.forget(key for key in self.pieces.held() if key[0] == name)
         if self._cache is not None:
             self._cache.forget(object_key)
+
+    def twice(self, name: str, stored_bytes: Callable[[], int], read: Callable[[], T]) -> T:
+        """What `read` makes of an object and verifies. Where it is wrong, what is kept of the object is
+        forgotten and all of it is fetched again: what is wrong then is wrong in the store."""
+        try:
+            try:
+                return read()
+            except (DataError, NewerVersion):
+                self.forget(name, stored_bytes())
+                return read()
+        except (DataError, NewerVersion) as error:
+            if error.path is None:
+                error.path = self.where(name)
+            if error.offset is None:
+                error.offset = 0  # it is about the object as a whole
+            if isinstance(error, DataError):
+                error.hint = HINT
+            raise
 
     def close(self) -> None:
         if self._task is not None:

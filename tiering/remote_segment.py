@@ -17,21 +17,20 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
 
 from lowwater.engine import format
 from lowwater.engine.catalogue import SegmentDescriptor
 from lowwater.engine.checksum import crc32
-from lowwater.engine.compress import block_decompressor, decompress_block, read_table
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES, SegmentHeader, SegmentTrailer
 from lowwater.engine.reader import CHUNK_BYTES, Measure, seq_of, time_of
 from lowwater.engine.ring import Chunk
-from lowwater.engine.seams import SyncMode
-from lowwater.errors import Corrupt, DataError, InternalError, LowwaterError, NewerVersion
+from lowwater.errors import Corrupt, LowwaterError
 from lowwater.tiering.block_cache import UNIT_BYTES
 from lowwater.tiering.fetcher import FETCH_BYTES, HINT, Fetcher
+from lowwater.tiering.stored_forms import CompressedForm, Form, RawForm
 
 # What one request for the end of an object brings: the footer of most segments, and a table of blocks.
 TAIL_BYTES = 2**19
@@ -47,98 +46,8 @@ AHEAD_BYTES_MAX = FETCH_BYTES - 2 * UNIT_BYTES
 T = TypeVar("T")
 
 
-class _Form(Protocol):
-    """How a segment is stored. Offsets and sizes are those of the raw segment."""
-
-    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes: ...
-
-    def stored_range(self, start: int, end: int) -> tuple[int, int]: ...
-
-    stored_bytes: int
-
-
-class _Raw:
-    def __init__(self, fetcher: Fetcher, name: str, size: int) -> None:
-        self._fetcher = fetcher
-        self._name = name
-        self.stored_bytes = size
-
-    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes:
-        return self._fetcher.read(self._name, self.stored_bytes, start, end, sequential=sequential)
-
-    def stored_range(self, start: int, end: int) -> tuple[int, int]:
-        return start, end
-
-
-class _StoredFile:
-    """What `read_table` needs of a file."""
-
-    def __init__(self, fetcher: Fetcher, name: str, size: int) -> None:
-        self._fetcher = fetcher
-        self._name = name
-        self._size = size
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        end = min(offset + size, self._size)
-        return self._fetcher.read(self._name, self._size, min(offset, end), end)
-
-    def size(self) -> int:
-        return self._size
-
-    def close(self) -> None:
-        pass
-
-    def write_at(self, offset: int, buffers: object, sync: SyncMode = "none") -> int:
-        raise InternalError("a stored segment is not written")
-
-    def sync(self, mode: SyncMode) -> None:
-        raise InternalError("a stored segment is not written")
-
-    def truncate(self, size: int) -> None:
-        raise InternalError("a stored segment is not written")
-
-
-class _Compressed:
-    def __init__(self, fetcher: Fetcher, name: str, stored_bytes: int, size: int) -> None:
-        self._fetcher = fetcher
-        self._name = name
-        self.stored_bytes = stored_bytes
-        starts, block_bytes, raw_bytes = read_table(_StoredFile(fetcher, name, stored_bytes))
-        if raw_bytes != size:
-            raise Corrupt(f"the compressed segment has {raw_bytes:,} raw bytes instead of {size:,}", offset=0)
-        self._starts, self._block_bytes, self._raw_bytes = starts, block_bytes, raw_bytes
-
-    def _blocks(self, start: int, end: int) -> range:
-        return range(start // self._block_bytes, -(-end // self._block_bytes))
-
-    def stored_range(self, start: int, end: int) -> tuple[int, int]:
-        blocks = self._blocks(start, end)
-        return self._starts[blocks.start], self._starts[blocks.stop]
-
-    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes:
-        if start == end:
-            return b""
-        blocks = self._blocks(start, end)
-        decompressor = block_decompressor()
-        parts = []
-        step = max(1, FETCH_BYTES // self._block_bytes)
-        for first in range(blocks.start, blocks.stop, step):
-            last = min(first + step, blocks.stop)
-            stored_start = self._starts[first]
-            stored = self._fetcher.read(
-                self._name, self.stored_bytes, stored_start, self._starts[last], sequential=sequential
-            )
-            for block in range(first, last):
-                at, stop = self._starts[block] - stored_start, self._starts[block + 1] - stored_start
-                raw_bytes = min(self._block_bytes, self._raw_bytes - block * self._block_bytes)
-                parts.append(decompress_block(decompressor, stored[at:stop], raw_bytes, self._starts[block]))
-        parts[-1] = parts[-1][: end - (blocks.stop - 1) * self._block_bytes]
-        parts[0] = parts[0][start - blocks.start * self._block_bytes :]
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 class _Opened(NamedTuple):
-    form: _Form
+    form: Form
     trailer: SegmentTrailer
     block_hashes: bytes
 
@@ -201,7 +110,7 @@ class RemoteSegment:
             raise Corrupt("the block hashes do not add up to the segment's hash", offset=at)
         return _Opened(form, trailer, block_hashes)
 
-    def _find_form(self) -> _Form:
+    def _find_form(self) -> Form:
         """By as few requests as can be: the catalogue knows what the raw segment has, and no stored size."""
         fetcher, name, size = self._fetcher, self.name, self.descriptor.size
         stored_bytes = size
@@ -212,43 +121,22 @@ class RemoteSegment:
             tail_start = max(tail_start, self.descriptor.body_bytes)
         tail = fetcher.read(name, stored_bytes, tail_start, stored_bytes)
         if stored_bytes == size and tail[-format.TRAILER_BYTES :].startswith(format.TRAILER_MAGIC):
-            return _Raw(fetcher, name, size)
+            return RawForm(fetcher, name, size)
         if self.descriptor.compression == format.Compression.NONE:
             raise Corrupt(
                 "the segment does not end with its trailer", offset=max(0, size - format.TRAILER_BYTES)
             )
-        return _Compressed(fetcher, name, stored_bytes, size)
+        return CompressedForm(fetcher, name, stored_bytes, size)
 
     def _twice(self, read: Callable[[], T]) -> T:
-        """Read; where it was wrong, forget what is kept of the object, and fetch it again."""
-        try:
-            try:
-                return read()
-            except (DataError, NewerVersion):
-                self._forget()
-                return read()
-        except LowwaterError as error:
-            if error.path is None:
-                error.path = self._fetcher.where(self.name)
-            if isinstance(error, DataError | NewerVersion) and error.offset is None:
-                error.offset = 0  # it is about the object as a whole
-            if isinstance(error, DataError):
-                error.hint = HINT
-            raise
+        return self._fetcher.twice(self.name, self._stored_bytes, read)
 
-    def _forget(self) -> None:
-        opened = self._opened
-        try:
-            stored_bytes = (
-                opened.form.stored_bytes
-                if opened is not None
-                else self.descriptor.size
-                if self.descriptor.compression == format.Compression.NONE
-                else self._fetcher.size_of(self.name)
-            )
-        except LowwaterError:
-            return
-        self._fetcher.forget(self.name, stored_bytes)
+    def _stored_bytes(self) -> int:
+        if self._opened is not None:
+            return self._opened.form.stored_bytes
+        if self.descriptor.compression == format.Compression.NONE:
+            return self.descriptor.size
+        return self._fetcher.size_of(self.name)
 
     # ------------------------------------------------------------------ the body
 
