@@ -1,0 +1,222 @@
+"""tiering/cold_versions.py: what was read at a seq is what a read there gives, from the store alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.engine_model import small_limits
+from tests.engine.test_checkpoint_transactions import Orderer, Version, Written, written_of
+from tests.engine.test_engine import CREATE, Node, Pair
+from tests.tiering.archived import Archived, CountingStore, ship
+
+from lowwater import CreateBucket, Put
+from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
+from lowwater.engine.checkpoints import StoredCheckpoint, read_file
+from lowwater.engine.ckpt import pack_name
+from lowwater.engine.entries import Control
+from lowwater.engine.format import Kind
+from lowwater.engine.testing.engine import feed
+from lowwater.errors import DataError, NewerVersion, VersionGone
+from lowwater.tiering.cold_versions import ColdVersions
+from lowwater.tiering.remote_checkpoint import CHECKPOINTS_PREFIX, PACKS_PREFIX
+
+COUNT = 250
+
+
+def ship_checkpoint(stored: StoredCheckpoint, node: Node, store: CountingStore, catalogue: Catalogue) -> None:
+    data = read_file(node.files, stored.path)
+    store.write(f"{CHECKPOINTS_PREFIX}/{stored.path.rpartition('/')[2]}", [data], size=len(data))
+    for pack, size in stored.index.packs.items():
+        pack_data = read_file(node.files, f"{stored.packs_directory}/{pack_name(pack)}")
+        assert len(pack_data) == size
+        store.write(f"{PACKS_PREFIX}/{pack_name(pack)}", [pack_data], size=size)
+    index = stored.index
+    catalogue.add(
+        CheckpointDescriptor(
+            index.seq, index.time_us, stored.file_hash, len(data), index.root, index.control_hash
+        )
+    )
+
+
+class Lived(NamedTuple):
+    node: Node
+    written: Written
+    archived: Archived
+    seq_last: int
+    names: list[tuple[str, str]]
+
+    def versions(self, *, with_log: bool = False) -> ColdVersions:
+        cold = self.archived.cold()
+        log = None
+        if with_log:
+            log = self.node.engine._log
+            log.set_cold_source(cold)
+        return ColdVersions(self.archived.fetcher, cold, self.archived.catalogue, log=log)
+
+
+@cache
+def lived(seed: int, *, shipped_share: float = 1.0) -> Lived:
+    """A history of everything that an engine knows; its checkpoints and segments are in the store."""
+    with small_limits(range_pages=3, group_bytes=4000, read_bytes=600):
+        rng = random.Random(f"cold {seed}")
+        node = Node(sync_interval_ms=0)
+        engine = node.open()
+        store, catalogue = CountingStore(), Catalogue()
+        pairs: list[Pair] = [(1, CREATE), (2, CreateBucket("b"))]
+        feed(engine, pairs)
+        orderer = Orderer(engine, rng)
+        for _ in range(COUNT):
+            seq, entry = orderer.next()
+            outcome = engine.apply_log_entry(seq, entry)
+            if isinstance(entry, Control) and entry.kind == Kind.CHECKPOINT and not outcome.refused:
+                engine.wait_for_checkpoint(seq)
+                if rng.random() < 0.5:
+                    ship_checkpoint(engine.checkpoints()[0], node, store, catalogue)
+        engine.sync()
+        count = len(engine._log.wal.store.segments)
+        ship(engine._log, store, catalogue, int(count * shipped_share))
+        hwm = catalogue.hwm
+        kept = Catalogue()
+        for record in (*catalogue.segments, *(each for each in catalogue.checkpoints if each.seq <= hwm)):
+            kept.add(record)
+        written = written_of(engine)
+        names = [*written.versions, ("b", "never"), ("never", "k00"), ("", "never")]
+        return Lived(node, written, Archived(store, kept), engine.marks().applied, names)
+
+
+def require(versions: ColdVersions, written: Written, name: tuple[str, str], seq: int) -> None:
+    found = versions.at(*name, seq)
+    expected = written.at(name, seq)
+    if found is not None:
+        assert expected == Version(found.seq, found.time_us, found.value), (name, seq)
+        assert (found.bucket, found.key) == name
+    else:
+        assert expected is None, (name, seq)
+
+
+@pytest.fixture(autouse=True)
+def _small_limits() -> Iterator[None]:
+    with small_limits(range_pages=3, group_bytes=4000, read_bytes=600):
+        yield
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 11), data=st.data())
+def test_a_read_at_any_shipped_seq_is_what_the_log_says(seed: int, data: st.DataObject) -> None:
+    """Transactions, groups, copies, deletions, buckets, savepoints and refusals, below any checkpoint."""
+    life = lived(seed)
+    versions = life.versions()
+    hwm = life.archived.catalogue.hwm
+    for _ in range(10):
+        name = data.draw(st.sampled_from(life.names))
+        require(versions, life.written, name, data.draw(st.integers(1, hwm)))
+    with pytest.raises(VersionGone):
+        versions.at("b", "k00", hwm + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_every_key_at_many_seqs_is_what_the_log_says(seed: int) -> None:
+    """Also right at the entries that end something: commits, checkpoints, the last of a group."""
+    life = lived(seed)
+    versions = life.versions()
+    seqs = {each.seq for found in life.written.versions.values() for each in found}
+    seqs |= {seq - 1 for seq in seqs} | {end for end in life.written.ends.values() if end is not None}
+    seqs |= {each.seq for each in life.archived.catalogue.checkpoints}
+    hwm = life.archived.catalogue.hwm
+    rng = random.Random(seed)
+    some = sorted(seq for seq in seqs if 0 < seq <= hwm)
+    for name in life.names:
+        for seq in rng.sample(some, min(25, len(some))):
+            require(versions, life.written, name, seq)
+    lived.cache_clear()
+
+
+@pytest.mark.parametrize("seed", [200, 201, 202])
+def test_what_is_not_shipped_yet_comes_from_the_local_log(seed: int) -> None:
+    """Shipping lags, and segments that were shipped are purged."""
+    life = lived(seed, shipped_share=0.6)
+    hwm = life.archived.catalogue.hwm
+    assert hwm < life.seq_last
+    versions = life.versions(with_log=True)
+    rng = random.Random(seed)
+    for purge in (False, True):
+        if purge:
+            life.node.engine._log.purge(hwm)
+        for name in life.names:
+            for seq in (rng.randint(1, hwm), rng.randint(hwm, life.seq_last), life.seq_last):
+                require(versions, life.written, name, seq)
+
+
+def test_histories_hold_what_is_to_be_read() -> None:
+    """Else the tests above prove little."""
+    lives = [lived(seed) for seed in range(12)]
+    checkpoints = [each for life in lives for each in life.archived.catalogue.checkpoints]
+    assert len(checkpoints) > 20
+    opened = copied = undone = 0
+    for life in lives:
+        versions = life.versions()
+        for each in life.archived.catalogue.checkpoints:
+            looking = versions._look("b", "k00", each.seq)
+            opened += len(looking.opened)
+            undone += sum(bool(row.undone) for row in looking.opened.values())
+        for entry in life.node.engine.log():
+            copied += entry.extras is not None and entry.extras.value_ref is not None
+    assert opened > 20
+    assert undone > 3
+    assert copied > 10
+
+
+def test_every_flipped_byte_of_what_is_read_is_found() -> None:
+    """In indexes, packs and segments: a typed error, or the right answer."""
+    life = lived(3)
+    rng = random.Random(1)
+    store = life.archived.store
+    hwm = life.archived.catalogue.hwm
+    found = 0
+    for name in [*store.objects.data] * 12:
+        sound = store.objects.data[name]
+        at = rng.randrange(len(sound))
+        store.objects.data[name] = sound[:at] + bytes([sound[at] ^ 1 << rng.randrange(8)]) + sound[at + 1 :]
+        versions = life.versions()
+        for key in rng.sample(life.names, 6):
+            try:
+                require(versions, life.written, key, rng.randint(1, hwm))
+            except (DataError, NewerVersion) as error:
+                found += 1
+                where = str(error)
+                assert name in where, where
+        store.objects.data[name] = sound
+    assert found > 20
+
+
+def test_a_cold_version_costs_few_requests() -> None:
+    """The index, its list and its block; then nothing for their neighbours."""
+    node = Node(sync_interval_ms=0)
+    engine = node.open()
+    feed(engine, [(1, CREATE), (2, CreateBucket("b"))])
+    for number in range(3000):
+        engine.apply_log_entry(number + 3, Put("b", f"k{number:04}", b"v" * 100))
+    from lowwater.engine.chain import checkpoint_entry
+
+    engine.apply_log_entry(3003, checkpoint_entry(0))
+    engine.wait_for_checkpoint(3003)
+    store, catalogue = CountingStore(), Catalogue()
+    ship_checkpoint(engine.checkpoints()[0], node, store, catalogue)
+    ship(engine._log, store, catalogue)
+    archived = Archived(store, catalogue)
+    cold = archived.cold()
+    versions = ColdVersions(archived.fetcher, cold, catalogue)
+    found = versions.at("b", "k1234", 3003)
+    assert found is not None
+    assert found.value == b"v" * 100
+    assert len(store.requests) <= 4
+    store.requests.clear()
+    assert versions.at("b", "k1235", 3003) is not None
+    assert not store.requests
