@@ -142,7 +142,7 @@ class FolderStore(Handle):
         for writer, names in left.items():
             self._remove_left(f"{temporary}/{writer}.lock", [f"{temporary}/{name}" for name in names])
 
-    def _remove_left(self, lock_path: str, paths: list[str]) -> None:
+    def _remove_left(self, lock_path: str, paths: Iterable[str]) -> None:
         try:
             lock = self._files.lock(lock_path, "")
         except BlockingIOError:
