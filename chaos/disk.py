@@ -355,7 +355,8 @@ class FaultyFiles:
                 raise BlockingIOError(errno.EAGAIN, "locked by another process", path)
             inode.locked_by = FaultyFile(self, inode, path, writable=True)
             inode.change(Change(0, None))
-            inode.change(Change(0, owner.encode()))
+            if owner:
+                inode.change(Change(0, owner.encode()))
             return inode.locked_by
 
         return self.perform("lock", path, effect)

@@ -355,6 +355,8 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
         actual = getattr(getattr(Config(), section), name)
         if isinstance(actual, float):
             assert parse_seconds(default) == actual, key
+        elif name.endswith("_ms"):
+            assert parse_milliseconds(default) == actual, key
         elif isinstance(actual, int):
             assert parse_bytes(default) == actual, key
         else:
@@ -364,7 +366,55 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
 def test_the_documentation_lists_each_other_spelling() -> None:
     """A spelling that nobody can find is of no use."""
     text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.findall(r"^\| (`\w+\.\w+`.*) \| `(wal\.\w+)` \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+\.\w+`.*) \| `((?:wal|tier)\.\w+)` \|$", text, re.MULTILINE)
     documented = {spelling: key for left, key in rows for spelling in re.findall(r"`(\w+\.\w+)`", left)}
     assert documented.pop(CACHE_CAPACITY) in KEYS
     assert documented == SPELLINGS
+
+
+def test_a_store_has_options_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they may be called is the store's to know; they come from every place, as other keys do."""
+    monkeypatch.setenv("LOWWATER_TIER__OPTIONS__REGION", "here")
+    monkeypatch.setenv("STORE_KEY", "from the environment")
+    source = {
+        "tier": {
+            "uri": "s3://b/p",
+            "options": {"region": "there", "secret_access_key": "${STORE_KEY}", "skip_signature": True},
+        }
+    }
+    tier = Config.load(source).tier
+    assert tier.options == {
+        "region": "here",
+        "secret_access_key": "from the environment",
+        "skip_signature": "true",
+    }
+    assert Config.load(Config.load(source)).tier == tier
+
+
+def test_no_secret_of_a_store_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors and reprs end in logs and tickets."""
+    secret = "do-not-show-this"
+    config = Config.load(
+        {"tier": {"uri": f"s3://b/p?secret_access_key={secret}", "options": {"session_token": secret}}}
+    )
+    assert secret not in repr(config) + str(config)
+    wrong = [
+        {"uri": f"s3://b/p?secret_access_key={secret}", "kind": "s3", "root": "b"},
+        {"uri": "s3://b", "options": {"secret_access_key": [secret]}},
+        {"options": {"secret_access_key": secret}},
+    ]
+    for tier in wrong:
+        assert secret not in str(refused({"tier": tier}))
+    conflict = {"tier": {"uri": "s3://b", "part_bytes": "5 MiB"}, "uploader": {"stream_chunk_size": "6 MiB"}}
+    assert "one key" in refused(conflict).message
+    assert Config.load({"uploader": {"stream_chunk_size": "9 MiB"}}).tier.part_bytes == 9 * MIB
+    monkeypatch.setenv("LOWWATER_TIER__ROOT", f"//key:{secret}@b")
+    assert secret not in str(refused({}))
+
+
+def test_a_store_is_named_in_one_way() -> None:
+    """Its URI, or kind and root."""
+    assert Config().tier.store_uri() is None
+    assert Config.load({"tier": {"kind": "s3", "root": "b/p"}}).tier.store_uri() == "s3://b/p"
+    assert "stand together" in refused({"tier": {"kind": "s3"}}).message
+    assert "nearest known key" in refused({"tier": {"options_": 1}}).hint

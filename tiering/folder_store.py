@@ -4,8 +4,9 @@ Always true:
   - an object is written under a name of its own in `.tmp`, synced, and then linked to its name: that is
     there with all its bytes or not at all, after a power loss too, and who comes second finds it taken;
   - before a write says that an object is there, its name is durable, whoever has made it;
-  - a file in `.tmp` is locked while it is being written; one that is not was left by a crash, and
-    opening the store removes it.
+  - `.tmp` holds a lock for each process that writes, and what that is writing begins with the name of the
+    lock; what belongs to no lock that is held was left by a crash, and opening the store removes it. It is
+    only removed, never written: a crash after the link leaves an object with two names.
 
 Where a file system has no hard links, a rename takes their place, and two writers of one name at the same
 moment can both say that they made it: names come from content, so they wrote the same bytes.
@@ -14,12 +15,14 @@ moment can both say that they made it: names come from content, so they wrote th
 from __future__ import annotations
 
 import errno
+import re
+import threading
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from lowwater.engine.real import RealFiles, RealRandomness
-from lowwater.engine.seams import Files, Randomness, write_all
+from lowwater.engine.seams import File, Files, Randomness, write_all
 from lowwater.errors import (
     InvalidEntry,
     LowwaterError,
@@ -53,6 +56,10 @@ class FolderStore(Handle):
         self._directory = directory.rstrip("/") or "/"
         self._files = files or RealFiles()
         self._randomness = randomness or RealRandomness()
+        self._mutex = threading.Lock()
+        self._lock: File | None = None
+        self._writer = ""
+        self._written = 0
         # Directories that are known to be there, durably.
         self._made: set[str] = set()
         with self._translated(""):
@@ -101,6 +108,15 @@ class FolderStore(Handle):
             self._files.remove(path)
             self._files.sync_directory(path.rpartition("/")[0])
 
+    def close(self) -> None:
+        super().close()
+        with self._mutex:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                with suppress(OSError):  # the next one that opens the store does it
+                    self._files.remove(self._lock_path())
+                lock.close()
+
     def _open(self, *, make: bool) -> None:
         temporary = f"{self._directory}/{TEMPORARY}"
         if not make:
@@ -120,19 +136,41 @@ class FolderStore(Handle):
             self._files.list(self._directory)
             self.read_only = True
             return
+        left: dict[str, list[str]] = {}
         for name in self._files.list(temporary):
-            path = f"{temporary}/{name}"
-            with suppress(BlockingIOError, FileNotFoundError):
-                lock = self._files.lock(path, "")
-                try:
+            left.setdefault(re.split(r"[.-]", name)[0], []).append(name)
+        for writer, names in left.items():
+            self._remove_left(f"{temporary}/{writer}.lock", [f"{temporary}/{name}" for name in names])
+
+    def _remove_left(self, lock_path: str, paths: Iterable[str]) -> None:
+        try:
+            lock = self._files.lock(lock_path, "")
+        except BlockingIOError:
+            return  # it lives
+        try:
+            # The lock last, or what is left of the rest would be without one.
+            for path in (*(path for path in paths if path != lock_path), lock_path):
+                with suppress(FileNotFoundError):  # somebody else is opening the store
                     self._files.remove(path)
-                finally:
-                    lock.close()
+        finally:
+            lock.close()
+
+    def _temporary_path(self) -> str:
+        """A new name, below the lock of this handle, which is taken for its first write."""
+        with self._mutex:
+            if self._lock is None:
+                self._writer = self._randomness.token(12).hex()
+                self._lock = self._files.lock(self._lock_path(), "")
+            self._written += 1
+            return f"{self._directory}/{TEMPORARY}/{self._writer}-{self._written}"
+
+    def _lock_path(self) -> str:
+        return f"{self._directory}/{TEMPORARY}/{self._writer}.lock"
 
     def _write(self, name: str, path: str, parts: Iterable[Part]) -> bool:
-        temporary = f"{self._directory}/{TEMPORARY}/{self._randomness.token(12).hex()}"
         with self._translated(name, writing=True):
-            file = self._files.lock(temporary, "")
+            temporary = self._temporary_path()
+            file = self._files.open(temporary, create=True)
         try:
             offset = 0
             for part in parts:  # whose own errors are not the store's

@@ -30,14 +30,27 @@ ERRORS: tuple[type[Exception], ...] = (
     exceptions.RateLimited,
     exceptions.RangeNotSatisfied,
     exceptions.Conflict,
+    # Its files raise this, with the text of one of the others.
+    OSError,
 )
-# The server's answers to a write on condition that there is nothing, where something is.
-TAKEN = (exceptions.ConditionNotMatch, exceptions.AlreadyExists)
 
 NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist", re.I)
 CLOCK_SKEWED = re.compile(r"RequestTimeTooSkewed|RequestExpired|difference between the request time", re.I)
-NO_CREDENTIALS = re.compile(r"no valid credential|credential.{0,40}(not found|is empty|missing)", re.I)
+NO_CREDENTIALS = re.compile(
+    r"no valid credential|failed to load signing credential|credential.{0,40}(not found|is empty|missing)",
+    re.I,
+)
 READ_ONLY = re.compile(r"read[- ]only|MethodNotAllowed", re.I)
+
+
+def kind_of(error: Exception) -> str:
+    """The name of OpenDAL's exception."""
+    return str(error).partition(" ")[0] if isinstance(error, OSError) else type(error).__name__
+
+
+def is_taken(error: Exception) -> bool:
+    """Whether the server refused to write over an object."""
+    return kind_of(error) in ("ConditionNotMatch", "AlreadyExists")
 
 
 def translated(
@@ -46,6 +59,7 @@ def translated(
     text = str(error)
     path = at(uri, name) if name else uri
     said = _said(text, secrets)
+    kind = kind_of(error)
     if CLOCK_SKEWED.search(text):
         return StoreDenied(
             f"this machine's clock and the store's are too far apart: {said}",
@@ -54,18 +68,18 @@ def translated(
         )
     if NO_CONTAINER.search(text):
         return StoreMissing(f"there is no such bucket: {said}", path=path)
-    if isinstance(error, exceptions.PermissionDenied) or NO_CREDENTIALS.search(text):
+    if kind == "PermissionDenied" or NO_CREDENTIALS.search(text):
         return StoreDenied(f"the store refuses it: {said}", path=path)
-    if isinstance(error, exceptions.NotFound):
+    if kind == "NotFound":
         # Lists and writes miss nothing but the bucket itself.
         return (
             missing(uri, name) if name and not writing else StoreMissing(f"nothing there: {said}", path=path)
         )
-    if isinstance(error, exceptions.ConfigInvalid | exceptions.Unsupported):
+    if kind in ("ConfigInvalid", "Unsupported"):
         return InvalidConfig(
             f"the store cannot be used so: {said}", path=path, hint="docs/operating/stores.md"
         )
-    if isinstance(error, exceptions.RateLimited):
+    if kind == "RateLimited":
         return StoreUnavailable(f"the store asks for fewer requests: {said}", path=path)
     return StoreUnavailable(f"the store did not do it: {said}", path=path)
 

@@ -12,7 +12,8 @@ the server, unseen. On S3 they are found and removed (`s3_uploads.py`), elsewher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -20,12 +21,13 @@ from typing import Any, TypeVar
 
 import opendal
 from opendal import exceptions, layers
+from opendal.types import Entry
 
 from lowwater.config import MIB
 from lowwater.engine.real import RealRandomness, sleep
 from lowwater.engine.seams import Randomness
 from lowwater.errors import NotFound, StoreDenied, StoreUnavailable
-from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, TAKEN, translated
+from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, is_taken, translated
 from lowwater.tiering.retries import Retries
 from lowwater.tiering.s3_uploads import PendingUploads
 from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
@@ -72,6 +74,7 @@ class OpenDalStore(Handle):
         except ERRORS as error:
             raise self._translated(error) from None
         self._operator = operator.layer(layers.ConcurrentLimitLayer(limits.requests_max))
+        self._lister = self._operator.to_async_operator()
         # A stream is sent once, so its parts are sent again below it. It is not counted among the requests:
         # what it is fed from may be read here as well.
         self._streams = operator.layer(
@@ -123,9 +126,9 @@ class OpenDalStore(Handle):
     def _put(self, name: str, data: bytes) -> bool:
         try:
             self._operator.write(name, data, if_not_exists=self.refuses_to_overwrite)
-        except TAKEN:
-            return False
         except ERRORS as error:
+            if is_taken(error):
+                return False
             raise self._translated(error, name, writing=True) from None
         return True
 
@@ -148,9 +151,9 @@ class OpenDalStore(Handle):
                     self._call(name, lambda p=piece: file.write(p), writing=True)  # type: ignore[misc]
             try:
                 file.close()
-            except TAKEN:
-                return False
             except ERRORS as error:
+                if is_taken(error):
+                    return False
                 raise self._translated(error, name, writing=True) from None
             return True
         finally:
@@ -199,13 +202,12 @@ class OpenDalStore(Handle):
         if self._start_after and start_after:
             options["start_after"] = start_after
 
-        def collect() -> Sequence[Found]:
-            wanted = (
-                Found(entry.path, entry.metadata.content_length)
-                for entry in self._operator.list(prefix, **options)
-                if entry.metadata.is_file and entry.path.startswith(prefix) and entry.path > start_after
-            )
-            return tuple(islice(wanted, LIST_PAGE))
+        def wanted(entry: Entry) -> bool:
+            return entry.metadata.is_file and entry.path.startswith(prefix) and entry.path > start_after
+
+        def collect() -> tuple[Found, ...]:
+            found = self._first_entries(prefix, options, LIST_PAGE, wanted)
+            return tuple(Found(entry.path, entry.metadata.content_length) for entry in found)
 
         page = self._call("", collect)
         if any(one.name >= other.name for one, other in pairwise(page)):
@@ -213,6 +215,26 @@ class OpenDalStore(Handle):
                 "the server's lists are not sorted", path=self.uri, hint="directory buckets cannot be used"
             )
         return page
+
+    def _first_entries(
+        self, prefix: str, options: Mapping[str, Any], count: int, wanted: Callable[[Entry], bool]
+    ) -> Sequence[Entry]:
+        """OpenDAL's blocking lister keeps the interpreter while it waits for the server: one list from a
+        server that hangs would stop every thread. So this takes the other one, in a loop of its own."""
+
+        async def collect() -> Sequence[Entry]:
+            entries: list[Any] = []
+            async for entry in await self._lister.list(prefix, **options):
+                if wanted(entry):
+                    entries.append(entry)
+                    if len(entries) == count:
+                        break
+            return entries
+
+        if _loop_runs_here():
+            found = (entry for entry in self._operator.list(prefix, **options) if wanted(entry))
+            return tuple(islice(found, count))
+        return asyncio.run(collect())
 
     def _call(self, name: str, call: Callable[[], T], *, writing: bool = False) -> T:
         try:
@@ -229,7 +251,7 @@ class OpenDalStore(Handle):
         """Look whether it answers, whether it can be written, and whether a condition on a write is kept:
         some servers accept it and write over the object. The name is always the same: a crash leaves one at
         most, and an opener that finds it taken has its answer."""
-        self.retries.run(lambda: self._call("", lambda: tuple(islice(self._operator.list("", limit=1), 1))))
+        self.retries.run(lambda: self._call("", lambda: self._first_entries("", {"limit": 1}, 1, bool)))
         if self.read_only:
             return
         try:
@@ -246,15 +268,24 @@ class OpenDalStore(Handle):
     def _put_probe(self) -> bool:
         try:
             self._operator.write(PROBE, b"", if_not_exists=True)
-        except TAKEN:
-            return False
         except exceptions.Unsupported:
             return True
         except ERRORS as error:
+            if is_taken(error):
+                return False
             if READ_ONLY.search(str(error)):
                 raise StoreDenied("the store is read-only", path=self.uri) from None
             raise self._translated(error, PROBE, writing=True) from None
         return True
+
+
+def _loop_runs_here() -> bool:
+    """Whether this is called from a coroutine, whose thread can run no second loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_secret(option: str) -> bool:

@@ -169,7 +169,8 @@ class VersionsConfig(BaseModel):
 
 
 class TierConfig(BaseModel):
-    """Where the history is kept. Each attribute has the name of its key in `[tier]`. Its repr holds no secret."""
+    """Where the history is kept. Each attribute has the name of its key in `[tier]`; the repr is free of
+    secrets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

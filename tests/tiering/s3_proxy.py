@@ -1,5 +1,5 @@
-"""Stands between a client and the real S3 server, for what the server never does by itself: refusing, failing,
-cutting off, hanging, keeping a condition. All else goes through as it came."""
+"""Stands between a client and the real S3 server, for what the server never does by itself: refusing,
+failing, cutting off, hanging, keeping a condition. All else goes through as it came."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class S3Proxy:
             client.send_header("Content-Length", str(len(content)))
         client.end_headers()
         cut = answer.cut if answer is not None else None
-        client.wfile.write(content[:cut])
+        try:
+            client.wfile.write(content[:cut])
+        except OSError:
+            pass  # it has given up waiting
         client.close_connection = cut is not None
 
     def _forward(
@@ -112,7 +115,9 @@ class S3Proxy:
             connection.endheaders(body or None)
             answer = connection.getresponse()
             content = answer.read()
-            kept = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("transfer-encoding", "connection")]
+            kept = [
+                (n, v) for n, v in answer.getheaders() if n.lower() not in ("transfer-encoding", "connection")
+            ]
             return answer.status, kept, content
         finally:
             connection.close()

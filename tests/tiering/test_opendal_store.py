@@ -14,7 +14,7 @@ from typing import Any
 
 import boto3
 import pytest
-from s3_proxy import Answer, Request, Rule, S3Proxy, proxied
+from tests.tiering.s3_proxy import Answer, Request, Rule, S3Proxy, proxied
 
 from lowwater.chaos.clock import SeededRandomness
 from lowwater.config import TierConfig
@@ -186,7 +186,11 @@ def failing(method: str, answer: Answer, *, times: int) -> Rule:
 
 
 SLOW_DOWN = Answer(503, "SlowDown", "Please reduce your request rate")
-TROUBLES = [SLOW_DOWN, Answer(500, "InternalError", "We encountered an internal error"), Answer(429, "TooMany")]
+TROUBLES = [
+    SLOW_DOWN,
+    Answer(500, "InternalError", "We encountered an internal error"),
+    Answer(429, "TooMany"),
+]
 
 
 class Sleeper:
@@ -297,7 +301,9 @@ def test_a_clock_that_is_wrong_is_named(proxy: S3Proxy, prefix: str) -> None:
     check_error(caught.value, proxy.server.uri(prefix))
 
 
-def test_a_store_that_may_only_be_read_is_opened_so(proxy: S3Proxy, behind: OpenDalStore, prefix: str) -> None:
+def test_a_store_that_may_only_be_read_is_opened_so(
+    proxy: S3Proxy, behind: OpenDalStore, prefix: str
+) -> None:
     """Restoring needs no more."""
     denied = Answer(403, "AccessDenied", "Access Denied")
     proxy.rule = lambda request: denied if request.method in ("PUT", "POST", "DELETE") else None
@@ -372,9 +378,7 @@ def test_parts_that_fail_are_sent_again(proxy: S3Proxy, behind: OpenDalStore) ->
 
 def test_a_server_that_hangs_is_timed_out(proxy: S3Proxy, prefix: str, sleeper: Sleeper) -> None:
     """By every call, and nothing waits for ever."""
-    config = TierConfig(
-        uri=proxy.server.uri(prefix), options=proxy.options, timeout_ms=300, attempts_max=2
-    )
+    config = TierConfig(uri=proxy.server.uri(prefix), options=proxy.options, timeout_ms=300, attempts_max=2)
     store = open_store(config=config, sleep=sleeper)
     gate = threading.Event()
     proxy.rule = lambda request: Answer(hang=gate)

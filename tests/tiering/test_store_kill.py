@@ -1,0 +1,129 @@
+"""`kill -9` of a process that uploads, at every step: what is there afterwards is whole, or is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from lowwater.engine.real import RealRandomness
+from lowwater.errors import NotFound
+from lowwater.tiering.open_store import open_store
+from lowwater.tiering.store import Store, write_verified
+from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_ACCESS_KEY, S3Server
+from lowwater.tiering.testing.store import names
+
+# Forks one uploader for each line, and kills it where the line says: "<after so many parts> <object>". The
+# uploader waits there, so the kill falls between two parts, and the sending of those before goes on. After
+# the last part it does not wait: the kill then falls into the end of the upload, some microseconds later.
+SERVER = """
+import json, os, signal, sys, time
+from lowwater.tiering.open_store import open_store
+
+uri, options, parts = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+
+def upload(stop, name, channel):
+    def data():
+        for number in range(parts):
+            if number == stop:
+                os.write(channel, b".")
+                time.sleep(3600)
+            yield bytes([number]) * 3_000_000
+        os.write(channel, b".")
+    open_store(uri, options=options).write(name, data(), size=parts * 3_000_000)
+
+for line in sys.stdin:
+    stop, delay_us, name = line.split()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            upload(int(stop), name, write_end)
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    os.read(read_end, 1)
+    os.close(read_end)
+    time.sleep(int(delay_us) / 1e6)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    print("dead", flush=True)
+"""
+PARTS = 8
+SIZE = PARTS * 3_000_000
+
+
+def whole() -> Iterator[bytes]:
+    return (bytes([number]) * 3_000_000 for number in range(PARTS))
+
+
+def kill_everywhere(uri: str, options: dict[str, str], opened: Callable[[], Store]) -> int:
+    """Returns how many uploads had come to their end before the kill."""
+    import json
+
+    steps = [(step, 0) for step in range(PARTS + 1)] * 2
+    steps += [
+        (PARTS, delay_us) for delay_us in (200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 400_000)
+    ]
+    complete = 0
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, uri, json.dumps(options), str(PARTS)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for number, (step, delay_us) in enumerate(steps):
+            name = f"wal/{number}"
+            server.stdin.write(f"{step} {delay_us} {name}\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "dead\n"
+            store = opened()
+            listed = {found.name: found.size for found in store.list(name)}
+            try:
+                found = store.stat(name)
+            except NotFound:
+                assert name not in listed
+            else:
+                complete += 1
+                assert listed[name] == found.size == SIZE
+                assert store.read(name) == b"".join(whole())
+            # The next process goes on.
+            write_verified(store, name, whole, size=SIZE)
+            assert store.read(name, SIZE - 10) == bytes([PARTS - 1]) * 10
+            store.close()
+    assert complete < len(steps)
+    return complete
+
+
+@pytest.mark.slow
+def test_a_folder_holds_whole_objects_only(tmp_path: Path) -> None:
+    """And nothing of what was killed is left once it was opened again."""
+    uri = str(tmp_path / "store")
+    kill_everywhere(uri, {}, lambda: open_store(uri))
+    assert os.listdir(tmp_path / "store" / ".tmp") == []
+    assert len(names(open_store(uri).list())) == 2 * (PARTS + 1) + 9
+
+
+@pytest.mark.slow
+def test_an_s3_server_holds_whole_objects_only(s3_server: S3Server) -> None:
+    """And no parts of uploads that nobody completes."""
+    uri = s3_server.uri(f"kill/{RealRandomness().token(8).hex()}")
+    kill_everywhere(uri, s3_server.options, lambda: open_store(uri, options=s3_server.options))
+    client: Any = boto3.client(
+        "s3",
+        endpoint_url=s3_server.endpoint,
+        aws_access_key_id=ACCESS_KEY_ID,
+        aws_secret_access_key=SECRET_ACCESS_KEY,
+        region_name="us-east-1",
+    )
+    uploads = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    assert [upload["Key"] for upload in uploads if upload["Key"].startswith("kill/")] == []
