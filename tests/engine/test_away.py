@@ -656,12 +656,12 @@ def crashed(number: int, *, after: bool) -> Driver | None:
 @pytest.mark.parametrize("chunk", range(4))
 def test_a_crash_at_any_operation_loses_neither_page_nor_reference(chunk: int) -> None:
     """Of the disk: log, checkpoint and page store."""
-    assert crash_everywhere(chunk + 1, 4) > 50
+    assert crash_everywhere(chunk + 1, 4) > 20
 
 
 def test_a_crash_at_some_operations_loses_neither_page_nor_reference() -> None:
     """The fast part of the above."""
-    assert crash_everywhere(3, 17) > 5
+    assert crash_everywhere(3, 17) >= 5
 
 
 def crash_everywhere(first: int, every: int) -> int:
