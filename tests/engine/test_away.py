@@ -30,7 +30,7 @@ from lowwater.engine.references import (
     encode_reference,
     is_reference,
 )
-from lowwater.errors import Conflict, Corrupt, NewerVersion, NotFound
+from lowwater.errors import Conflict, Corrupt, InputError, NewerVersion, NotFound
 
 LARGE = bytes(range(256)) * 9
 REFERENCE = Reference(7, 9, b"b" * 32, b"p" * 32, b"l" * 32, 12, 340, 28, 5)
@@ -478,8 +478,22 @@ def test_an_archive_that_was_not_named_is_told(db: Database, path: str, archive:
     db.close()
     with open_with(path) as again:
         assert again.get("b", "k000001").value == b"1" * 3
-        with pytest.raises(NotFound, match="archive"):
+        with pytest.raises(InputError, match="archive") as caught:
             again.get("b", "k002500")
+        assert type(caught.value) is InputError, "NotFound would be an answer"
+
+
+def test_a_pack_that_is_missing_is_no_absent_key(db: Database, archive: Archive) -> None:
+    """Who asks whether a key is there must not be told that it is not."""
+    fill(db)
+    leave(db, archive)
+    gone = dict(archive.packs)
+    archive.packs.clear()
+    with pytest.raises(Corrupt, match="missing") as caught:
+        db.get("b", "k002100")
+    assert caught.value.path in {f"packs/{pack.hex()}.pack" for pack in gone}
+    archive.packs.update(gone)
+    assert db.get("b", "k002100").value == b"2100" * 3
 
 
 def test_check_finds_a_reference_that_is_damaged_or_out_of_place(db: Database, archive: Archive) -> None:
