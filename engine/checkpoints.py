@@ -116,12 +116,12 @@ class StoredCheckpoint:
 
     def open_index(self) -> File:
         with typed_errors(self.path, "read a checkpoint"):
-            return self._files.open(self.path, sequential=True)
+            return self._files.open(self.path)
 
     def open_pack(self, pack: bytes) -> File:
         path = f"{self.packs_directory}/{pack_name(pack)}"
         with typed_errors(path, "read a pack"):
-            return self._files.open(path, sequential=True)
+            return self._files.open(path)
 
     # ------------------------------------------------------------------ blocks
 
