@@ -15,10 +15,11 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from lowwater.engine.ckpt import pack_name
 from lowwater.engine.pages import Page
 from lowwater.engine.references import Reference, decode_reference, page_of_block
 from lowwater.engine.tickets import again
-from lowwater.errors import Busy, LowwaterError, NotFound
+from lowwater.errors import Busy, Corrupt, InputError, LowwaterError, NotFound
 
 T = TypeVar("T")
 
@@ -161,14 +162,24 @@ class AwayPages:
 
     def _read(self, key: bytes, reference: Reference) -> Page:
         if self._blocks is None:
-            raise NotFound(
+            # Not NotFound: who asks for a key would take that for an answer.
+            raise InputError(
                 "a page is in the archive, and the archive was not named",
                 path=self._path,
                 hint="open with the tier that this was restored from, or shipped to",
             )
-        data = self._blocks.read_block(
-            reference.pack, reference.offset, reference.size_bytes, reference.block_hash
-        )
+        try:
+            data = self._blocks.read_block(
+                reference.pack, reference.offset, reference.size_bytes, reference.block_hash
+            )
+        except NotFound as error:
+            raise Corrupt(
+                "a pack with a block that a page was given up for is missing from the archive",
+                path=error.path or f"packs/{pack_name(reference.pack)}",
+                seq=reference.checkpoint_seq,
+                offset=reference.offset,
+                hint="look into the archive with `lowwater scrub`; other pages can be read",
+            ) from error
         self.reads += 1
         self.read_bytes += len(data)
         return page_of_block(reference, key, data)

@@ -1,14 +1,14 @@
 """Installing: a page store that is made of a checkpoint, without its blocks.
 
 Always true:
-  - under each block's key there is a reference to it, and the store can be read once all are there: nothing of
-    the content was read but the blocks with the buckets' own records, which opening needs;
+  - under each block's key there is a reference to it, and the store can be read once all are there: nothing
+    of the content was read but the blocks with the buckets' own records, which opening needs;
   - until then the store says that it is being made, and is not opened. Doing it again goes on with it;
   - what the log has from `redo_seq` on is applied on opening, above references, and fetches nothing.
 
-A transaction that was open at the checkpoint's seq has its writes in the log, from its `begin` on, and none in
-blocks. So pages claim to hold no frame from the first such `begin` on, and redo begins there. What it repeats
-of others stands in blocks too: the same versions, of which one takes the place of the other.
+A transaction that was open at the checkpoint's seq has its writes in the log, from its `begin` on, and none
+in blocks. So pages claim to hold no frame from the first such `begin` on, and redo begins there. What it
+repeats of others stands in blocks too: the same versions, of which one takes the place of the other.
 """
 
 from __future__ import annotations

@@ -404,6 +404,8 @@ class Archive:
     def read_block(self, pack: bytes, offset: int, size: int, block_hash: bytes) -> bytes:
         if self.is_down:
             raise ArchiveDown("the archive is down")
+        if pack not in self.packs:
+            raise NotFound("there is no such pack")
         self.reads += 1
         return self.packs[pack][offset : offset + size]
 
