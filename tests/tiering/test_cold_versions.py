@@ -19,6 +19,7 @@ from lowwater import Abort, Begin, Commit, Copy, CreateBucket, Delete, Put, Writ
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
 from lowwater.engine.chain import checkpoint_entry, seal_entry
 from lowwater.engine.checkpoints import StoredCheckpoint, read_file
+from lowwater.engine.checksum import crc32
 from lowwater.engine.ckpt import pack_name
 from lowwater.engine.entries import Control
 from lowwater.engine.format import Kind
@@ -297,3 +298,31 @@ def test_a_cold_version_costs_few_requests() -> None:
     store.requests.clear()
     assert versions.at("b", "k1235", 3003) is not None
     assert not store.requests
+
+
+def test_a_key_with_the_checksum_of_another_is_not_taken_for_it() -> None:
+    """The key index has 32 bits of a key, and nothing else."""
+    seen: dict[int, str] = {}
+    twins: tuple[str, str] | None = None
+    for number in range(10**6):
+        key = f"{number * 2654435761 % 2**32:x}-{number}"
+        other = seen.setdefault(crc32(b"b" + key.encode()), key)
+        if other != key:
+            twins = (other, key)
+            break
+    assert twins is not None
+    node = Node(sync_interval_ms=0)
+    engine = node.open()
+    entries = [Put("b", twins[0], b"one"), Put("b", twins[1], b"two"), Delete("b", twins[1])]
+    feed(engine, [(1, CREATE), (2, CreateBucket("b")), *enumerate(entries, 3)])
+    engine.apply_log_entry(6, seal_entry(engine._wal.chain.seq_first))
+    engine.sync()
+    store, catalogue = CountingStore(), Catalogue()
+    ship(engine._log, store, catalogue)
+    archived = Archived(store, catalogue)
+    cold = archived.cold()
+    versions = ColdVersions(archived.fetcher, cold, catalogue)
+    written = written_of(engine)
+    for key in twins:
+        for seq in range(1, 7):
+            require(versions, written, ("b", key), seq)
