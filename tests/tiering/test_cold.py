@@ -317,6 +317,29 @@ def test_another_segment_under_the_name_is_not_accepted(shipped: Shipped) -> Non
     assert name_of(first) in str(raised.value)
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_segment_that_differs_in_its_content_alone_is_not_accepted(compression: str) -> None:
+    """Of the same seqs, times and sizes, and sound: another history's. Only the hash tells."""
+    lives = []
+    for content in (b"a", b"b"):
+        clock = VirtualClock()
+        seams = Seams(
+            files=MemoryFiles(), clock=clock, randomness=SeededRandomness(1), runner=StepRunner(clock)
+        )
+        options = LogOptions(segment_bytes=8192, compression=compression)  # type: ignore[arg-type]
+        with Log.open("log", options=options, seams=seams) as log:
+            for number in range(20):
+                log.append(Put("b", f"k{number}", content * 1000))
+            lives.append(Shipped(log, clock))
+    mine, others = lives
+    first, other = next(iter(mine.catalogue.segments)), next(iter(others.catalogue.segments))
+    assert first._replace(hash=b"") == other._replace(hash=b"")
+    mine.store.objects.data[name_of(first)] = others.store.objects.data[name_of(other)]
+    with pytest.raises(Corrupt) as raised:
+        list(mine.archived.cold().chunks_after(0, 10**9))
+    assert name_of(first) in str(raised.value)
+
+
 def test_a_missing_or_short_object_is_damage_and_named(shipped: Shipped) -> None:
     """NotFound would be taken for a key that is not there."""
     first, second, *_ = shipped.catalogue.segments

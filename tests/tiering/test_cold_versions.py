@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -15,9 +15,11 @@ from tests.engine.test_checkpoint_transactions import Orderer, Version, Written,
 from tests.engine.test_engine import CREATE, Node, Pair
 from tests.tiering.archived import Archived, CountingStore, ship
 
-from lowwater import CreateBucket, Put
+from lowwater import Abort, Begin, Commit, Copy, CreateBucket, Delete, Put, Write
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
+from lowwater.engine.chain import checkpoint_entry, seal_entry
 from lowwater.engine.checkpoints import StoredCheckpoint, read_file
+from lowwater.engine.checksum import crc32
 from lowwater.engine.ckpt import pack_name
 from lowwater.engine.entries import Control
 from lowwater.engine.format import Kind
@@ -154,6 +156,84 @@ def test_what_is_not_shipped_yet_comes_from_the_local_log(seed: int) -> None:
                 require(versions, life.written, name, seq)
 
 
+def transactional_entries() -> Generator[Any, int, None]:
+    """Transactions that end, and are rolled back in part, before and after what others do; each entry with a
+    seal or a checkpoint behind it, so that everything lies across segments."""
+    yield Put("b", "a", b"plain")
+    yield Put("b", "d", b"d" * 400)
+    first = yield Begin()
+    yield Put("b", "a", b"1", txn=first)
+    kept = yield Put("b", "c", b"2", txn=first)
+    yield Put("b", "a", b"undone", txn=first)
+    undo = yield Abort(first, kept)
+    yield Put("b", "d", b"3" * 400, txn=first)
+    second = yield Begin()
+    yield Put("b", "e", b"4", txn=second)
+    yield Abort(first, undo)
+    yield Put("b", "f", b"5", txn=first)
+    yield Delete("b", "plain")
+    yield Commit(first)
+    third = yield Begin()
+    begun = yield Put("b", "a", b"6", {"m": "n"}, txn=third)
+    yield Delete("b", "d", txn=third)
+    yield Put("b", "f", b"undone twice", txn=third)
+    yield Abort(third, begun)
+    yield Put("b", "f", b"7" * 300, txn=third)
+    yield Put("b", "e", b"dooms the second")
+    yield Commit(second)
+    yield Write([Put("b", "g", b"8"), Copy("b", "d", "b", "h"), Put("b", "g", b"9" * 500)])
+    yield Commit(third)
+    fourth = yield Begin()
+    yield Put("b", "a", b"never", txn=fourth)
+    yield Abort(fourth)
+    fifth = yield Begin()
+    yield Put("b", "g", b"never", txn=fifth)
+    yield Copy("b", "f", "b", "i")
+    yield Delete("b", "f")
+
+
+@pytest.mark.parametrize("shipped", [(), (0,), (5, 9), tuple(range(0, 40, 3)), tuple(range(40))], ids=str)
+def test_transactions_across_checkpoints_and_segments(shipped: tuple[int, ...]) -> None:
+    """At every seq, whatever entries a checkpoint comes after: a roll-back takes what it is to take, from
+    both sides of the checkpoint, and a version is there from its commit on."""
+    node = Node(sync_interval_ms=0)
+    engine = node.open()
+    store, catalogue = CountingStore(), Catalogue()
+    feed(engine, [(1, CREATE), (2, CreateBucket("b")), (3, Put("b", "plain", b"x"))])
+    entries = transactional_entries()
+    seq = 3
+    sent: Any = None
+    try:
+        for number in range(1000):
+            entry = entries.send(sent)
+            seq += len(entry.entries) if isinstance(entry, Write) else 1
+            outcome = engine.apply_log_entry(seq, entry)
+            assert outcome.refused is None or (isinstance(entry, Commit) and outcome.refused), entry
+            sent, seq = seq, seq + 1
+            if number in shipped:
+                engine.apply_log_entry(seq, checkpoint_entry(engine._state.checkpoint_seq))
+                engine.wait_for_checkpoint(seq)
+                ship_checkpoint(engine.checkpoints()[0], node, store, catalogue)
+            else:
+                engine.apply_log_entry(seq, seal_entry(engine._wal.chain.seq_first))
+    except StopIteration:
+        pass
+    engine.sync()
+    ship(engine._log, store, catalogue)
+    written = written_of(engine)
+    archived = Archived(store, catalogue)
+    names = [("b", key) for key in "acdefghi"] + [("", "b"), ("b", "plain")]
+    cold = archived.cold()
+    versions = ColdVersions(archived.fetcher, cold, catalogue)
+    for at in (*range(catalogue.hwm, 0, -1), *range(1, catalogue.hwm + 1)):
+        for name in names:
+            require(versions, written, name, at)
+    assert written.at(("b", "a"), catalogue.hwm).value == b"6"  # type: ignore[union-attr]
+    found = versions.at("b", "a", catalogue.hwm)
+    assert found is not None
+    assert found.metadata == {"m": "n"}
+
+
 def test_histories_hold_what_is_to_be_read() -> None:
     """Else the tests above prove little."""
     lives = [lived(seed) for seed in range(12)]
@@ -203,8 +283,6 @@ def test_a_cold_version_costs_few_requests() -> None:
     feed(engine, [(1, CREATE), (2, CreateBucket("b"))])
     for number in range(3000):
         engine.apply_log_entry(number + 3, Put("b", f"k{number:04}", b"v" * 100))
-    from lowwater.engine.chain import checkpoint_entry
-
     engine.apply_log_entry(3003, checkpoint_entry(0))
     engine.wait_for_checkpoint(3003)
     store, catalogue = CountingStore(), Catalogue()
@@ -220,3 +298,31 @@ def test_a_cold_version_costs_few_requests() -> None:
     store.requests.clear()
     assert versions.at("b", "k1235", 3003) is not None
     assert not store.requests
+
+
+def test_a_key_with_the_checksum_of_another_is_not_taken_for_it() -> None:
+    """The key index has 32 bits of a key, and nothing else."""
+    seen: dict[int, str] = {}
+    twins: tuple[str, str] | None = None
+    for number in range(10**6):
+        key = f"{number * 2654435761 % 2**32:x}-{number}"
+        other = seen.setdefault(crc32(b"b" + key.encode()), key)
+        if other != key:
+            twins = (other, key)
+            break
+    assert twins is not None
+    node = Node(sync_interval_ms=0)
+    engine = node.open()
+    entries = [Put("b", twins[0], b"one"), Put("b", twins[1], b"two"), Delete("b", twins[1])]
+    feed(engine, [(1, CREATE), (2, CreateBucket("b")), *enumerate(entries, 3)])
+    engine.apply_log_entry(6, seal_entry(engine._wal.chain.seq_first))
+    engine.sync()
+    store, catalogue = CountingStore(), Catalogue()
+    ship(engine._log, store, catalogue)
+    archived = Archived(store, catalogue)
+    cold = archived.cold()
+    versions = ColdVersions(archived.fetcher, cold, catalogue)
+    written = written_of(engine)
+    for key in twins:
+        for seq in range(1, 7):
+            require(versions, written, ("b", key), seq)
