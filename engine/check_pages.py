@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 
 from blake3 import blake3
 
+from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import Finding
 from lowwater.engine.pages import (
     BUCKET,
@@ -83,6 +84,20 @@ def check_state(store: PageStore, path: str, seq_durable: Callable[[], int]) -> 
         yield _error(why, path)
     yield from _check_transactions(store, path, seq_durable())
     yield from _check_sessions(store, path, seq_durable)
+    yield from _check_catalogue(store, path, seq_durable)
+
+
+def _check_catalogue(store: PageStore, path: str, seq_durable: Callable[[], int]) -> Iterator[Finding]:
+    """The stored catalogue: every record of it, and that none is ahead of the log."""
+    catalogue = Catalogue()
+    try:
+        catalogue.load(store.read_meta())
+        for why in catalogue.damage():
+            yield _error(why, path)
+        if catalogue.recorded_seq > seq_durable():
+            yield _error("the catalogue has records of entries that the log has not", path)
+    except LowwaterError as error:
+        yield Finding.of(error, path)
 
 
 def _check_sessions(store: PageStore, path: str, seq_durable: Callable[[], int]) -> Iterator[Finding]:

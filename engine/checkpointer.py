@@ -164,7 +164,8 @@ class Checkpointer:
 
     def _thin_out(self) -> Generator[None, None, None]:
         """Remove what neither a reader nor a checkpoint to come needs."""
-        return self._checkpoints.thin_out([due.base_seq for due in self._state.checkpoints_due])
+        needed = [due.base_seq for due in self._state.checkpoints_due]
+        return self._checkpoints.thin_out([*needed, self._state.base_seq])
 
 
 # ---------------------------------------------------------------------------- packs

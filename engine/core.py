@@ -16,14 +16,17 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
+from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.chain import Chain, Creation, checkpoint_entry
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
 from lowwater.engine.checkpointer import Checkpointer
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.content import list_boundaries
+from lowwater.engine.directory import Segment
 from lowwater.engine.entries import Control, Entry
 from lowwater.engine.flush import Flusher
+from lowwater.engine.format import Kind
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
@@ -45,6 +48,7 @@ from lowwater.errors import (
     Corrupt,
     InputError,
     InternalError,
+    LogDivergence,
     LogPoisoned,
     LowwaterError,
     NotFound,
@@ -112,6 +116,7 @@ class Core:
         )
         self.measured = Measured()
         self._failure: LowwaterError | None = None
+        self._counted_hwm = 0
         self._closing = self._closed = False
         # Who waits for a seq sleeps on this. Writers look at the number without the lock: who comes later
         # sees what they have applied.
@@ -128,6 +133,7 @@ class Core:
         state.keeping.from_meta(meta.keeping)
         state.changed_seq = meta.changed_seq
         state.sessions.load(store.read_meta())
+        state.catalogue.load(store.read_meta())
         state.low_water_mark = meta.low_water_mark
         state.versions_seq = meta.applied
         state.checkpoint_seq = state.idle_seq = meta.checkpoint_seq
@@ -263,8 +269,8 @@ class Core:
         """The entry that would be taken now. It is a full one where the last one's blocks are not here."""
         state = self._state
         with state.lock:
-            seq = state.checkpoint_seq
-            return checkpoint_entry(seq, full=bool(seq) and not self._comes(seq))
+            base_seq = state.base_seq
+            return checkpoint_entry(state.checkpoint_seq, full=bool(base_seq) and not self._comes(base_seq))
 
     def _comes(self, seq: int) -> bool:
         """With the lock: whether the checkpoint of `seq` is here, or due with all that it needs."""
@@ -428,8 +434,57 @@ class Core:
         applied = self._state.applied
         durable = min(durable, applied)
         purged = self._log.seq_before_first
-        lwm = max(min(self._state.low_water_mark, durable), purged)
-        return Marks(max(applied, self._log.seq_last), applied, durable, lwm, purged, purged)
+        # What was pruned without a store counts as shipped: nothing else of it will ever be.
+        hwm = max(self._state.catalogue.hwm_at(durable), purged)
+        lwm = max(min(self._state.low_water_mark, durable), hwm)
+        return Marks(max(applied, self._log.seq_last), applied, durable, lwm, hwm, purged)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """What the log says is in the object store."""
+        return self._state.catalogue
+
+    # ------------------------------------------------------------------ what ships
+
+    @property
+    def counted_hwm(self) -> int:
+        """Up to here the high-water mark counts: for purging, and for who waits until entries are shipped."""
+        return self._counted_hwm
+
+    def mark_counts(self, hwm: int) -> int:
+        """Say that a manifest with this high-water mark was read back, and that nobody has claimed a higher
+        epoch since. Returns the mark that counts: never above what is recorded durably here, and never
+        falling while the engine is open. It is nowhere stored: each process has to find out by itself."""
+        require_seq(hwm)
+        with self._state.lock:
+            self._counted_hwm = max(self._counted_hwm, min(hwm, self.marks().hwm))
+            return self._counted_hwm
+
+    def _why_not_shipped(self, segment: Segment) -> str | None:
+        """Why a segment cannot be the one that was shipped; None where it is, or none of it was."""
+        found = self._state.catalogue.segment_of(segment.seq_first)
+        if found is None or _as_described(segment) == (found.epoch, found.first, found.last, found.hash):
+            return None
+        return f"this segment is not the one that was shipped: that has the hash {found.hash.hex()}"
+
+    def _is_ours(self, entry: Control) -> bool:
+        """Whether the segment that an entry says was shipped is the one that is here, if it is here: its hash
+        is a checksum that all replicas compare."""
+        if entry.kind != Kind.SEGMENT_SHIPPED:
+            return True
+        body = entry.body
+        assert body is not None
+        with self._wal.lock:
+            here = self._wal.store.segment_after(body["first"] - 1)
+        if not isinstance(here, Segment) or here.seq_first > body["last"]:
+            return True
+        return _as_described(here) == (body["epoch"], body["first"], body["last"], body["hash"])
+
+    def propose_control(self, entry: Control) -> int | None:
+        """Have a control entry ordered. Where the engine orders entries itself, its seq once it is applied
+        and durable, or None where it would have no effect; where somebody else does, None, and the state
+        says later what came of it. Entries name what they expect, so they may be proposed again."""
+        raise NotImplementedError
 
     def flush(self) -> int:
         """Bring all changes so far into pages, and return the seq up to which they are there. Opening
@@ -464,6 +519,11 @@ class Core:
         if list(marks) != sorted(marks, reverse=True):
             yield Finding("error", f"the marks are out of order: {marks}", self._log.directory)
         yield from self._log.check()
+        with self._wal.lock:
+            segments = list(self._wal.store.segments)
+        for segment in segments:
+            if (why := self._why_not_shipped(segment)) is not None:
+                yield Finding("error", why, segment.path, segment.seq_first, None, LogDivergence.default_hint)
         yield from check_pages(
             self._store,
             self._store.path,
@@ -510,6 +570,10 @@ class Core:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _as_described(segment: Segment) -> tuple[int, int, int, bytes]:
+    return segment.header.epoch, segment.seq_first, segment.seq_last, segment.segment_hash
 
 
 def meta_of(log: Log, store: PageStore) -> Meta | None:

@@ -19,7 +19,8 @@ from typing import Any
 
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
-from lowwater.engine.chain import Chain
+from lowwater.engine.catalogue import Fork, fork_entry
+from lowwater.engine.chain import Chain, seal_entry
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import EngineOptions, meta_of
 from lowwater.engine.decide import decide as decide_request
@@ -35,7 +36,7 @@ from lowwater.engine.pieces import frames_of, places_of
 from lowwater.engine.reading import Reading
 from lowwater.engine.records import Unread, put_record
 from lowwater.engine.replay import Meta, Progress
-from lowwater.engine.requests import request_hash
+from lowwater.engine.requests import members_of, request_hash
 from lowwater.engine.session import TTL_S_DEFAULT, Session, write_request
 from lowwater.engine.spill import abort_losers
 from lowwater.engine.transactions import Isolation, Transaction
@@ -44,6 +45,7 @@ from lowwater.errors import (
     AlreadyExists,
     ConditionFailed,
     InputError,
+    InvalidEntry,
     LowwaterError,
     NotEmpty,
     NotFound,
@@ -83,7 +85,7 @@ class Database(Reading):
             self._task.stop()
             raise
         self._upkeep = Upkeep(
-            self._state, log, options.versions, order=self._order, now_us=seams.clock.now_us
+            self._state, log, options.versions, order=self.propose_control, now_us=seams.clock.now_us
         )
         self._upkeep_task = seams.runner.start("engine-upkeep", self._upkeep_step)
 
@@ -453,17 +455,40 @@ class Database(Reading):
 
     # ------------------------------------------------------------------ what time brings
 
-    def _order(self, entry: Control) -> None:
-        """Write an entry that the engine itself wants, if it has an effect."""
+    def propose_control(self, entry: Control) -> int | None:
+        members_of(entry)  # what is wrong with it is told
 
         def decide() -> None:
             if decide_request(self._state, self._wal.chain, [entry], group=False) is not None:
                 raise _NotWantedError
+            if not self._is_ours(entry):
+                raise InvalidEntry("the log has another segment there", hint="describe the one that it has")
 
         try:
-            self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
+            return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
         except _NotWantedError:
-            pass  # somebody was faster
+            return None  # somebody was faster
+
+    def fork(self, epoch: int, *, parent_segment: bytes, parent_manifest: bytes) -> int:
+        """Go on in an epoch that was claimed, and return the seq of the entry that says so, once it is
+        durable. The hashes are those of the newest manifest and its last segment, zeros where there is none.
+        The segment that is being written is sealed before."""
+
+        def encode(chain: Chain, time_us: int) -> list[bytes]:
+            entries = []
+            if chain.body_bytes:
+                entries.append(seal_entry(chain.seq_first))
+            fork = Fork(
+                chain.cluster_id,
+                epoch,
+                chain.epoch,
+                chain.seq_last + len(entries),
+                parent_segment,
+                parent_manifest,
+            )
+            return [each.encode(time_us) for each in (*entries, fork_entry(fork))]
+
+        return self._write(encode, (), None)
 
     def _upkeep_step(self) -> float | None:
         if self._failure is not None:

@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import Any
 
 from lowwater.engine import format, sessions
+from lowwater.engine.catalogue import RECORDED
 from lowwater.engine.chain import Chain
 from lowwater.engine.entries import (
     Abort,
@@ -246,6 +247,8 @@ def _decide_control(state: State, chain: Chain, member: Control) -> Refusal | No
     if kind == Kind.CHECKPOINT:
         # One that was proposed twice is made once.
         return None if body["before"] == state.checkpoint_seq else Refusal.OUT_OF_DATE
+    if kind in RECORDED:
+        return None if _can_record(state, chain, kind, body) else Refusal.OUT_OF_DATE
     if kind == Kind.UNPIN:
         if body["name"] not in state.snapshots:
             return Refusal.NO_SNAPSHOT
@@ -264,6 +267,28 @@ def _decide_control(state: State, chain: Chain, member: Control) -> Refusal | No
     if kind == Kind.PIN and not state.keeping.can_pin(body["seq"], state.applied, state.snapshots):
         return Refusal.VERSION_GONE
     return None
+
+
+def _can_record(state: State, chain: Chain, kind: Kind, body: dict[str, Any]) -> bool:
+    """Whether an entry of the catalogue rests on what is so."""
+    catalogue = state.catalogue
+    if kind == Kind.FORK:
+        if chain.body_bytes or body["seq"] != chain.seq_last:
+            return False
+        return bool(body["parent_epoch"] == chain.epoch < body["epoch"])
+    if kind == Kind.CHECKPOINT_SHIPPED:
+        if body["before"] != catalogue.checkpoint_seq:
+            return False
+        # What leads from it to the newest entry is in the store too.
+        return bool(body["before"] < body["seq"] <= min(state.checkpoint_seq, catalogue.hwm))
+    before = catalogue.segments.last
+    # Of the segment that is being written nothing is recorded.
+    complete_seq = chain.seq_first - 1 if chain.body_bytes else chain.seq_last
+    if (body["before"], body["hash_before"]) != (catalogue.hwm, catalogue.hash_last):
+        return False
+    if not catalogue.hwm < body["first"] <= body["last"] <= complete_seq:
+        return False
+    return (1 if before is None else before.epoch) <= int(body["epoch"]) <= chain.epoch
 
 
 def _decide_session(table: Sessions, kind: Kind, body: dict[str, Any]) -> Refusal | None:

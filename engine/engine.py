@@ -202,6 +202,8 @@ class Engine(Reading):
             for member in members
         ]
         refusal = decide(state, chain, members, group=group_seq_last is not None)
+        if refusal is None and isinstance(members[0], Control) and not self._is_ours(members[0]):
+            raise self._diverged(seq, "another segment lies here than the one that was shipped")
         for index, member in enumerate(members):
             if refusal is not None or isinstance(member, Copy):
                 payloads[index] = encode_outcome(
@@ -351,6 +353,13 @@ class Engine(Reading):
                 "versions and sessions are not looked after any more", path=self.directory, error=str(error)
             )
             return None
+
+    def propose_control(self, entry: Control) -> int | None:
+        members_of(entry)  # what is wrong with it is told
+        if self._orchestrator is None:
+            raise InputError("nobody was named who orders entries", hint="give an orchestrator")
+        self._propose(entry)
+        return None
 
     def _propose(self, entry: Control) -> None:
         assert self._orchestrator is not None

@@ -204,6 +204,7 @@ class Flusher:
                 each.freeze()
             meta = self._meta(frozen_seq)
             changed_sessions = state.sessions.freeze()
+            catalogue = state.catalogue.freeze()
             transactions = state.transactions
             self._view = dict(transactions.rows)
             ended = transactions.ended(frozen_seq)
@@ -232,7 +233,9 @@ class Flusher:
         BEFORE_COMMIT()
         write_began_s = state.now_s()
         state.store.write(
-            sorted(puts), deletes, {META_KEY: cbor2.dumps(meta, canonical=True), **stored_sessions, **changes}
+            sorted(puts),
+            deletes,
+            {META_KEY: cbor2.dumps(meta, canonical=True), **stored_sessions, **catalogue, **changes},
         )
         AFTER_COMMIT()
         self.groups += 1

@@ -17,6 +17,15 @@ import cbor2
 from blake3 import blake3
 
 from lowwater.engine import format
+from lowwater.engine.blocks import HASH_BYTES
+from lowwater.engine.catalogue import (
+    RECORDED,
+    CheckpointDescriptor,
+    Fork,
+    SegmentDescriptor,
+    bytes_in,
+    numbers_in,
+)
 from lowwater.engine.chain import Create
 from lowwater.engine.entries import (
     Abort,
@@ -44,7 +53,7 @@ Request = Single | Write
 READS_MAX = 10_000
 # Control entries that an engine takes. The others belong to parts that this version does not have.
 CONTROL_KINDS = SESSION_KINDS | {
-    Kind.SETTINGS, Kind.HORIZON, Kind.PIN, Kind.UNPIN, Kind.NOOP, Kind.SEAL, Kind.CHECKPOINT,
+    Kind.SETTINGS, Kind.HORIZON, Kind.PIN, Kind.UNPIN, Kind.NOOP, Kind.SEAL, Kind.CHECKPOINT, *RECORDED,
 }  # fmt: skip
 
 
@@ -179,6 +188,11 @@ def _require_valid_control(member: Control) -> None:
                 f"a {kind.name.lower()} entry needs a {name}, and it has {value!r:.80}",
                 hint=f"give {name} in its body",
             )
+    for name, size in _BYTES.get(kind, {}).items():
+        if type(body.get(name)) is not bytes or len(body[name]) != size:
+            raise InvalidEntry(
+                f"a {kind.name.lower()} entry needs a {name} of {size} bytes", hint=f"give {name} in its body"
+            )
     if kind == Kind.HORIZON and not body.keys() & {"seq", "per_key_max"}:
         raise InvalidEntry("a horizon entry needs a seq", hint="give seq, or per_key_max, in its body")
     if kind == Kind.HORIZON and body.get("per_key_max") == 0:
@@ -190,6 +204,13 @@ def _require_valid_control(member: Control) -> None:
 _NUMBERS: dict[Kind, dict[str, tuple[int, bool, bool]]] = {
     Kind.SEAL: {"seq_first": (format.SEQ_MAX, False, False)},
     Kind.CHECKPOINT: {"before": (format.SEQ_MAX, False, False)},
+    Kind.SEGMENT_SHIPPED: dict.fromkeys(
+        ("before", *numbers_in(SegmentDescriptor)), (format.SEQ_MAX, False, False)
+    ),
+    Kind.CHECKPOINT_SHIPPED: dict.fromkeys(
+        ("before", *numbers_in(CheckpointDescriptor)), (format.SEQ_MAX, False, False)
+    ),
+    Kind.FORK: dict.fromkeys(numbers_in(Fork), (format.SEQ_MAX, False, False)),
     Kind.PIN: {"seq": (format.SEQ_MAX, False, False), "expires_us": (format.TIME_US_MAX, True, False)},
     Kind.UNPIN: {"expires_us": (format.TIME_US_MAX, True, False)},
     Kind.SESSION_OPEN: {"ttl_us": (TTL_US_MAX, False, False)},
@@ -203,6 +224,14 @@ _NUMBERS: dict[Kind, dict[str, tuple[int, bool, bool]]] = {
         "before": (format.SEQ_MAX, True, True),
         "per_key_max": (PER_KEY_MAX, True, True),
     },
+}
+
+
+# The hashes and ids in them, with their sizes.
+_BYTES: dict[Kind, dict[str, int]] = {
+    Kind.SEGMENT_SHIPPED: {"hash_before": HASH_BYTES, **bytes_in(SegmentDescriptor)},
+    Kind.CHECKPOINT_SHIPPED: bytes_in(CheckpointDescriptor),
+    Kind.FORK: bytes_in(Fork),
 }
 
 

@@ -21,6 +21,7 @@ from operator import attrgetter
 import cbor2
 
 from lowwater.engine import format
+from lowwater.engine.catalogue import RECORDED, Catalogue, record_of
 from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
 from lowwater.engine.due import DUE_MAX, Due
@@ -111,6 +112,7 @@ class State:
         self.snapshots: dict[str, int] = {}  # the log's pins, by name
         self.keeping = Keeping()
         self.sessions = Sessions()
+        self.catalogue = Catalogue()
         self.changed_seq = 0  # of the last entry that changed a key or a bucket
         self.versions_seq = 0  # these are those as of this seq, or of `applied` where that is higher
         self.checkpoint_seq = 0  # of the last checkpoint entry; this and the next as the snapshots
@@ -177,6 +179,10 @@ class State:
             elif kind == Kind.CHECKPOINT:
                 if seq > self.versions_seq:
                     self._apply_checkpoint(seq, payload)
+            elif kind in RECORDED:
+                if seq > self.versions_seq:
+                    body = decode_body(decode_payload(seq, payload))
+                    self.catalogue.add(record_of(kind, seq, body))
             elif kind == Kind.BEGIN:
                 self._apply_begin(seq, payload)
         if kind in IDLE_KINDS and self.applied == self.idle_seq:
@@ -276,7 +282,7 @@ class State:
     def _apply_checkpoint(self, seq: int, payload: bytes) -> None:
         """What a checkpoint needs of `seq` stays until it is durable here, whatever happens in between."""
         body = decode_body(decode_payload(seq, payload))
-        base_seq = 0 if body.get("full") else self.checkpoint_seq
+        base_seq = 0 if body.get("full") else self.base_seq
         time_us = int.from_bytes(payload[format.TIME_SLICE], "little")
         self.checkpoint_seq = self.idle_seq = seq
         if not self.is_checkpoint_here(seq):
@@ -284,6 +290,12 @@ class State:
             if len(self.checkpoints_due) > DUE_MAX:
                 # A log is applied from its beginning: nobody waits for what was due then.
                 self.remove_due(self.checkpoints_due[0].seq)
+
+    @property
+    def base_seq(self) -> int:
+        """Of the checkpoint whose blocks the next one need not repeat: the last one that was shipped, which
+        every replica can get; until one was, the one that was asked for last."""
+        return self.catalogue.checkpoint_seq or self.checkpoint_seq
 
     def add_due(self, due: Due) -> None:
         self.checkpoints_due.append(due)
@@ -305,6 +317,8 @@ class State:
         if self.transactions.open:
             rows = sorted(self.transactions.open.items())
             body["transactions"] = [row.to_control() for _, row in rows]
+        if self.catalogue:
+            body["catalogue"] = self.catalogue.body()
         data: bytes = cbor2.dumps(body, canonical=True)
         return data
 

@@ -74,7 +74,7 @@ class Upkeep:
         log: Log,
         policy: VersionPolicy,
         *,
-        order: Callable[[Control], None],
+        order: Callable[[Control], object],
         now_us: Callable[[], int] | None,
     ) -> None:
         self._state = state
