@@ -1,8 +1,9 @@
-"""The catalogue: what is recorded as shipped, by whom, as of when, and that crashes and histories change nothing."""
+"""The catalogue: what is recorded as shipped, by whom, as of when, and that crashes change nothing."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.engine.test_engine import CREATE, Node
 
 import lowwater
 from lowwater import CreateBucket, Put, Refusal
+from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine import catalogue as catalogue_module
 from lowwater.engine.blocks import NO_HASH, hash_of
@@ -38,7 +40,6 @@ from lowwater.engine.check_pages import check_state
 from lowwater.engine.checkpoints import read_file
 from lowwater.engine.directory import read_trailer
 from lowwater.engine.entries import Control, decode_body
-from lowwater.engine.flush import META_KEY
 from lowwater.engine.format import HEADER_BYTES, Kind, SegmentHeader
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import Corrupt, InputError, InvalidEntry, LogDivergence, NewerVersion
@@ -225,9 +226,8 @@ def test_lists_that_are_out_of_order_are_found() -> None:
 def sealed(node: Node) -> list[tuple[SegmentHeader, SegmentDescriptor]]:
     """The segments of a node, described by their files."""
     node.engine.sync()
-    with node.engine._wal.lock:
-        node.engine._wal.store.seal_all()
-        paths = [each.path for each in node.engine._wal.store.segments]
+    node.engine._wal.store.seal_all()
+    paths = [each.path for each in node.engine._wal.store.segments]
     found = []
     for path in paths:
         file = node.files.open(path)
@@ -461,8 +461,8 @@ def test_the_control_part_has_the_catalogue(node: Node) -> None:
 
 
 def script() -> list[tuple[int, Any]]:
-    """Puts, seals and checkpoints, and what ships them: as two orchestrators would have it. It is made with an
-    engine, since the hashes are those of its segments."""
+    """Puts, seals and checkpoints, and what ships them. It is made with an engine, since the hashes are those
+    of its segments."""
     rng = random.Random(3)
     node = Node()
     node.open()
@@ -538,18 +538,17 @@ def test_a_crash_at_any_operation_leaves_the_catalogue_as_the_log_has_it(mode: A
         control = whole.engine._state.control_part()
         assert len(expected[0]) > 10
         assert len(expected[1]) >= 2
-        segments = whole.segments()
         last = whole.files.operations
+        segments = whole.segments()
         redone = 0
-        for number in range(first, last, 1 + (last - first) // 60):
+        for number in range(first + 1, last, 1 + (last - first) // 60):
             node = Node(pool_bytes_max=10_000)
             node.open()
             node.files.crash_at(number, after=bool(number % 2))
-            try:
+            with pytest.raises(SimulatedCrash):
                 run(node, pairs, random.Random(1))
-            except BaseException:  # noqa: BLE001 — whatever the end of the program looked like
-                pass
             node.crash(mode, number)
+            node.files._crash_number = None
             redone += node.engine.redone
             durable = node.engine.marks().durable
             assert [seq for each in recorded(node) for seq in seqs(each)] == [
@@ -574,10 +573,7 @@ def test_the_stored_catalogue_is_checked(node: Node) -> None:
     feed(node.engine, [(seq + 1, shipped_entry(node, 0)), (seq + 2, shipped_entry(node, 1))])
     node.engine.flush()
     assert list(check_state(node.pages, "pages", lambda: seq + 2)) == []
-    assert [each.what for each in check_state(node.pages, "pages", lambda: seq + 1)] == [
-        "the pages are ahead of the log",
-        "the catalogue has records of entries that the log has not",
-    ] or any("catalogue" in each.what for each in check_state(node.pages, "pages", lambda: seq + 1))
+    assert any("catalogue" in each.what for each in check_state(node.pages, "pages", lambda: seq + 1))
     stored = node.pages.read_meta()
     key = next(name for name in stored if name.startswith(b"catalogue:"))
     node.pages.write([], [], {key: stored[key][:-1] + b"\xff"})
@@ -585,9 +581,10 @@ def test_the_stored_catalogue_is_checked(node: Node) -> None:
     node.engine._fail(RuntimeError("nothing more is written"))
     with pytest.raises(Corrupt, match="catalogue"):
         node.crash()
+    node.pages.reopen()
     node.pages.write([], [], {key: stored[key]})
     node.open()
-    assert META_KEY in stored
+    assert node.engine.catalogue.recorded_seq == seq + 2
 
 
 # ---------------------------------------------------------------------------- in a database
@@ -597,17 +594,15 @@ def ship_all(db: Any) -> list[int | None]:
     """What a shipper would propose, of all that is sealed."""
     db._log.sync()
     found = []
-    with db._wal.lock:
-        db._wal.store.seal_all()
-        paths = [each.path for each in db._wal.store.segments]
-    for path in paths:
-        file = db._seams.files.open(path)
+    for segment in db._wal.store.segments:
+        while not db._wal.store.is_sealed(segment.seq_first):
+            time.sleep(0.001)
+        file = db._seams.files.open(segment.path)
         header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
         described = describe_segment(header, read_trailer(file, file.size()))
         file.close()
-        found.append(
-            db.propose_control(segment_shipped_entry(header.seq_before, header.hash_before, described))
-        )
+        entry = segment_shipped_entry(header.seq_before, header.hash_before, described)
+        found.append(db.propose_control(entry))
     return found
 
 
