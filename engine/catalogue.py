@@ -214,6 +214,23 @@ def decode_chunk(name: str, made: type[R], data: bytes) -> list[R]:
     return records
 
 
+def decode_any_chunk(data: bytes) -> tuple[str, list[Any]]:
+    """The records of a chunk of whichever list, and its name."""
+    try:
+        name = cbor2.loads(data)["list"]
+        made = _LISTS[name]
+    except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
+        raise Corrupt("a chunk of the catalogue cannot be read", hint=HINT) from error
+    return name, decode_chunk(name, made, data)
+
+
+_LISTS: dict[str, type[Any]] = {
+    "segments": SegmentDescriptor,
+    "checkpoints": CheckpointDescriptor,
+    "forks": Fork,
+}
+
+
 def _record(made: type[R], row: Sequence[Any]) -> R:
     record = made(*row)
     sizes = bytes_in(type(record))
@@ -240,6 +257,23 @@ class ListHead(NamedTuple):
 
     def to_body(self) -> dict[str, Any]:
         return {"chunks": self.chunks, "runs": self.runs, "rest": self.rest}
+
+    @classmethod
+    def from_body(cls, body: Any) -> ListHead:
+        try:
+            head = cls(body["chunks"], body["runs"], body["rest"])
+            if any(type(each) is not list for each in (*head, *head.rest)) or len(body) != len(head):
+                raise ValueError("it has other parts")
+            if any(type(each) is not bytes or len(each) != HASH_BYTES for each in (*head.chunks, *head.runs)):
+                raise ValueError("a hash has not 32 bytes")
+            if len(head.runs) >= CHUNK_RECORDS // RUN_RECORDS or len(head.rest) >= RUN_RECORDS:
+                raise ValueError("it is not divided as it has to be")
+        except Exception as error:  # whatever hostile content runs into
+            raise Corrupt("a list of the catalogue cannot be read", hint=HINT) from error
+        return head
+
+
+NOTHING = ListHead([], [], [])
 
 
 class RecordList(Generic[R]):
@@ -356,13 +390,8 @@ class RecordList(Generic[R]):
     def read(self, body: Any, read_chunk: ReadChunk) -> None:
         """Into an empty list, what a head says."""
         assert not len(self)
+        head = ListHead.from_body(body)
         try:
-            head = ListHead(body["chunks"], body["runs"], body["rest"])
-            for each in (*head.chunks, *head.runs):
-                if type(each) is not bytes or len(each) != HASH_BYTES:
-                    raise ValueError("a hash has not 32 bytes")
-            if len(head.runs) >= CHUNK_RECORDS // RUN_RECORDS or len(head.rest) >= RUN_RECORDS:
-                raise ValueError("it is not divided as it has to be")
             rest = [_record(self._made, row) for row in head.rest]
         except Exception as error:  # whatever hostile content runs into
             raise Corrupt(f"the catalogue's {self.name} cannot be read", hint=HINT) from error
@@ -534,7 +563,7 @@ class Catalogue:
     ) -> Iterator[tuple[bytes, bytes]]:
         """The chunks and runs, by hash, that `heads` need and `known` do not."""
         for each in self._lists:
-            yield from each.objects(heads[each.name], known[each.name] if known else ListHead([], [], []))
+            yield from each.objects(heads[each.name], known.get(each.name, NOTHING) if known else NOTHING)
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any], read_chunk: ReadChunk) -> Catalogue:

@@ -25,6 +25,7 @@
     │   ├── StoreDenied              the object store knows these credentials not, or refuses them this
     │   ├── StoreMissing             there is no such bucket, container or folder
     │   ├── StoreReadOnly            the object store can be read, but not written
+    │   ├── OtherCluster             the archive belongs to another cluster
     │   ├── NewerVersion             written by a newer Lowwater: upgrade this one
     │   └── OlderVersion             written by an older Lowwater, in a form that is not read any more
     ├── DataError                repair or restore the data: what is stored cannot be trusted
@@ -34,6 +35,7 @@
     │   └── LogDivergence            the same seq arrived with other content
     ├── ReopenError              close this handle, deal with the cause, open again
     │   ├── DiskFailed               the file system answered with an error
+    │   ├── Fenced                   somebody else goes on with this log: nothing here counts any more
     │   ├── LogPoisoned              a write or a sync failed: durability can no longer be promised
     │   │   └── DiskFull             ... because there was no room
     │   └── Closed                   this handle was closed
@@ -190,6 +192,10 @@ class StoreReadOnly(InputError):
     default_hint = "open it with credentials that may write, or use the read-only tools"
 
 
+class OtherCluster(InputError):
+    default_hint = "give a prefix of its own to each cluster, or the one that this log was shipped to"
+
+
 class NewerVersion(InputError):
     default_hint = "upgrade Lowwater on this machine: pip install --upgrade lowwater"
 
@@ -232,6 +238,13 @@ class ReopenError(LowwaterError):
 
 class DiskFailed(ReopenError):
     default_hint = "look into the system's log for the disk: the files were not changed"
+
+
+class Fenced(ReopenError):
+    default_hint = (
+        "a copy of this directory, or a restored one, writes to the same archive: find out which is to go "
+        "on, stop the other one, and restore it from the archive"
+    )
 
 
 class LogPoisoned(ReopenError):

@@ -1,0 +1,276 @@
+"""An archive: what is in the store of one log, as its manifests say, and who may go on writing there.
+
+Always true:
+  - what counts is what the newest manifest of the newest epoch that has one reaches; everything else may be
+    there, and means nothing;
+  - a manifest is written when all that it reaches is there, and after those of all entries before it;
+  - who claims to write has seen the newest manifest after its claim could be seen, and who has published has
+    looked for claims after its manifest could be seen. So of two that go on from one log, one sees the other:
+    it stops with `Fenced`, and nothing of it counts any more.
+
+The store has to show what was written to whoever lists or reads afterwards, as S3, GCS, Azure and folders do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.catalogue import Catalogue, ListHead, SegmentDescriptor
+from lowwater.errors import Busy, Corrupt, Fenced, LowwaterError, NotFound, OtherCluster, StoreCorrupt
+from lowwater.tiering.names import (
+    CLUSTER,
+    chunk_name,
+    epochs_above,
+    newest_epoch,
+    newest_manifests,
+    parse,
+    wal_prefix,
+)
+from lowwater.tiering.objects import (
+    EpochClaim,
+    Manifest,
+    decode_cluster,
+    decode_epoch,
+    decode_manifest,
+    encode_cluster,
+    manifest_of,
+    require_hash,
+)
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verify import ObjectFile, describe_object
+
+# Others who claim at the same time: more than that is no accident.
+COLLISIONS_MAX = 100
+
+
+class Claim(NamedTuple):
+    """An epoch that is ours, from the `fork` on that says so, and what that has to name. `hwm` is that of the
+    parent's newest manifest: it counts after `require_epoch`, as far as the log has recorded it."""
+
+    epoch: int
+    parent_segment: bytes
+    parent_manifest: bytes
+    hwm: int
+
+
+class Archive:
+    """Use `open_archive`."""
+
+    def __init__(self, store: Store, cluster_id: bytes) -> None:
+        self.store = store
+        self.cluster_id = cluster_id
+        # The heads of the newest manifest that is known to be there: what they reach is there too.
+        self._published: dict[str, ListHead] | None = None
+
+    # ------------------------------------------------------------------ reading
+
+    def newest(self) -> Manifest | None:
+        """The newest manifest of the newest epoch that has one."""
+        names = newest_manifests(self.store)
+        if not names:
+            return None
+        if len(names) > 1:
+            raise Corrupt(
+                "one entry has two manifests: two logs have written in one epoch",
+                path=at(self.store.uri, names[0]),
+                hint="find out which of the two is right: `lowwater tier ls` lists both",
+            )
+        return self.read_manifest(names[0])
+
+    def read_manifest(self, name: str) -> Manifest:
+        found = parse(name)
+        assert found is not None
+        data = self.store.read(name)
+        try:
+            require_hash(data, found.hash, "manifest")
+            manifest = decode_manifest(data)
+            if (manifest.epoch, manifest.seq) != (found.epoch, found.seq):
+                raise Corrupt("this manifest is of another entry than its name says")
+        except LowwaterError as error:
+            error.path = at(self.store.uri, name)
+            raise
+        if manifest.cluster_id != self.cluster_id:
+            raise OtherCluster("this manifest is of another cluster", path=at(self.store.uri, name))
+        return manifest
+
+    def catalogue_of(self, manifest: Manifest) -> Catalogue:
+        """All that a manifest reaches, each chunk compared with its hash."""
+        catalogue = Catalogue.from_body(manifest.body(), self._read_chunk)
+        if catalogue.hwm != manifest.hwm or catalogue.recorded_seq > manifest.seq:
+            raise Corrupt("a manifest does not add up", path=at(self.store.uri, manifest.name))
+        for why in catalogue.damage():
+            raise Corrupt(why, path=at(self.store.uri, manifest.name))
+        return catalogue
+
+    def _read_chunk(self, chunk_hash: bytes) -> bytes:
+        return self.store.read(chunk_name(chunk_hash))
+
+    def segments_after(self, manifest: Manifest | None, catalogue: Catalogue) -> Iterator[SegmentDescriptor]:
+        """The segments that follow those of the newest manifest, in its epoch, as far as one follows another:
+        they were shipped, and no manifest says so yet. Where two would follow, none is taken: nobody knows
+        which log goes on."""
+        epoch = 1 if manifest is None else manifest.epoch
+        seq, segment_hash = catalogue.hwm, catalogue.hash_last
+        while True:
+            following = list(self._successors(epoch, seq, segment_hash))
+            if len(following) != 1:
+                return
+            yield following[0]
+            seq, segment_hash = following[0].last, following[0].hash
+
+    def _successors(self, epoch: int, seq: int, segment_hash: bytes) -> Iterator[SegmentDescriptor]:
+        """With holes, the next segment need not begin with the next seq: the first of those names that begin
+        above is the next one, or of another line."""
+        prefix = wal_prefix(epoch)
+        first = 0
+        for each in self.store.list(prefix, f"{prefix}segment-{seq:020}-~"):
+            found = parse(each.name)
+            if found is None:
+                continue
+            if first and found.seq > first:
+                return
+            try:
+                header, described = describe_object(found, ObjectFile(self.store, each.name, each.size))
+            except LowwaterError as error:
+                error.path = at(self.store.uri, each.name)
+                raise
+            if header.cluster_id == self.cluster_id and (header.seq_before, header.hash_before) == (
+                seq,
+                segment_hash,
+            ):
+                first = found.seq
+                yield described
+
+    # ------------------------------------------------------------------ publishing
+
+    def publish(self, catalogue: Catalogue, seq: int) -> Manifest:
+        """Write the manifest of the entry `seq`, which is durable in the log, and what it reaches, and read
+        it back. It counts only after `require_epoch`. The manifests of entries before it are there."""
+        manifest = manifest_of(catalogue, self.cluster_id, seq)
+        for chunk_hash, data in catalogue.objects(manifest.heads, self._known()):
+            self._write(chunk_name(chunk_hash), data)
+        data = manifest.encode()
+        self._write(manifest.name, data)
+        if self.store.read(manifest.name) != data:
+            raise StoreCorrupt("a manifest is not what was written", path=at(self.store.uri, manifest.name))
+        self._published = manifest.heads
+        return manifest
+
+    def _known(self) -> dict[str, ListHead]:
+        if self._published is None:
+            newest = self.newest()
+            self._published = {} if newest is None else newest.heads
+        return self._published
+
+    def _write(self, name: str, data: bytes) -> bool:
+        return self.store.write(name, [data], size=len(data))
+
+    def unpublished(self, catalogue: Catalogue) -> list[int]:
+        """The entries whose manifests are missing, in order: each gets its own."""
+        newest = self.newest()
+        return catalogue.seqs_after(0 if newest is None else newest.seq)
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raise Fenced where somebody has claimed a higher epoch. What was read back before counts, where
+        nobody has."""
+        for name in epochs_above(self.store, epoch):
+            raise self._fenced(f"epoch {epoch} is over: somebody has claimed a higher one", name)
+
+    # ------------------------------------------------------------------ claiming
+
+    def claim(
+        self,
+        catalogue: Catalogue,
+        epoch: int,
+        *,
+        token: Callable[[int], bytes],
+        owner: str = "",
+        follows: bytes = NO_HASH,
+    ) -> Claim:
+        """Claim the next epoch for the log with this catalogue, which is in `epoch` so far. `follows` is the
+        hash of the manifest that a restore began with, whose own entry its log lacks. The claim is good once
+        the `fork` is in the log: whoever sees another manifest than those of its past gets Fenced."""
+        before = self._require_past(catalogue, follows)
+        epoch_next = max(epoch, newest_epoch(self.store)) + 1
+        for _ in range(COLLISIONS_MAX):
+            ours = EpochClaim(self.cluster_id, epoch_next, epoch, _hash_of(before), token(16), owner)
+            self._write(ours.name, ours.encode())
+            others = [name for name in epochs_above(self.store, epoch_next - 1) if name != ours.name]
+            higher = [name for name in others if epoch_of(name) > epoch_next]
+            if higher:
+                raise self._fenced(
+                    f"somebody has claimed a higher epoch than {epoch_next} meanwhile", higher[0]
+                )
+            if not others:
+                parent = self._require_past(catalogue, follows)
+                if parent is None:
+                    return Claim(epoch_next, NO_HASH, NO_HASH, 0)
+                return Claim(epoch_next, self._last_hash(catalogue, parent), parent.hash, parent.hwm)
+            epoch_next += 1
+        raise Busy("too many others claim to write at the same time", path=self.store.uri, hint="open again")
+
+    def _last_hash(self, catalogue: Catalogue, parent: Manifest) -> bytes:
+        """Of the last segment of a manifest. A restored log may not have recorded that."""
+        own = catalogue.segment_of(parent.hwm)
+        return self.catalogue_of(parent).hash_last if own is None else own.hash
+
+    def _require_past(self, catalogue: Catalogue, follows: bytes) -> Manifest | None:
+        """The newest manifest, which has to be one of this log's own past."""
+        newest = self.newest()
+        if newest is None or self.is_past(catalogue, newest) or newest.hash == follows:
+            return newest
+        raise self._fenced("the archive goes on where this log does not", newest.name)
+
+    def is_past(self, catalogue: Catalogue, manifest: Manifest) -> bool:
+        """Whether the log has the entry that caused this manifest, or has begun with it by a fork."""
+        if any(fork.parent_manifest == manifest.hash for fork in catalogue.forks):
+            return True
+        if next(iter(catalogue.seqs_after(manifest.seq - 1)), 0) != manifest.seq:
+            return False
+        return manifest_of(catalogue, self.cluster_id, manifest.seq) == manifest
+
+    def _fenced(self, what: str, name: str) -> Fenced:
+        found = parse(name)
+        if found is not None and found.type == "epoch":
+            try:
+                data = self.store.read(name)
+                require_hash(data, found.hash, "claim")
+                owner = decode_epoch(data).owner
+                what += f": {owner}" if owner else ""
+            except LowwaterError:
+                pass  # that it is there is enough
+        return Fenced(what, path=at(self.store.uri, name))
+
+
+def _hash_of(manifest: Manifest | None) -> bytes:
+    return NO_HASH if manifest is None else manifest.hash
+
+
+def epoch_of(name: str) -> int:
+    found = parse(name)
+    return 0 if found is None else found.epoch
+
+
+def open_archive(store: Store, cluster_id: bytes | None = None, *, create: bool = False) -> Archive:
+    """The archive in this store: of this cluster, or, for who only reads, of whichever it is. `create` makes
+    one where there is none."""
+    if create:
+        assert cluster_id is not None
+        data = encode_cluster(cluster_id)
+        store.write(CLUSTER, [data], size=len(data))
+    try:
+        data = store.read(CLUSTER)
+    except NotFound:
+        raise NotFound("there is no archive here", path=store.uri, hint="check bucket and prefix") from None
+    try:
+        found = decode_cluster(data)
+    except LowwaterError as error:
+        error.path = at(store.uri, CLUSTER)
+        raise
+    if cluster_id is not None and found != cluster_id:
+        raise OtherCluster(
+            f"the archive is of the cluster {found.hex()}, not {cluster_id.hex()}", path=store.uri
+        )
+    return Archive(store, found)
