@@ -22,6 +22,7 @@ from lowwater.errors import Busy, Corrupt, Fenced, LowwaterError, NotFound, Othe
 from lowwater.tiering.names import (
     CLUSTER,
     chunk_name,
+    epoch_prefix,
     epochs_above,
     newest_epoch,
     newest_manifests,
@@ -168,8 +169,9 @@ class Archive:
         return self.store.write(name, [data], size=len(data))
 
     def unpublished(self, catalogue: Catalogue) -> list[int]:
-        """The entries whose manifests are missing, in order: each gets its own."""
-        newest = self.newest()
+        """The entries whose manifests are missing, in order: each gets its own. Raises Fenced where the
+        newest one is not of this log."""
+        newest = self._require_past(catalogue, NO_HASH)
         return catalogue.seqs_after(0 if newest is None else newest.seq)
 
     def require_epoch(self, epoch: int) -> None:
@@ -232,16 +234,22 @@ class Archive:
         return manifest_of(catalogue, self.cluster_id, manifest.seq) == manifest
 
     def _fenced(self, what: str, name: str) -> Fenced:
+        """The error, with the claim of whoever goes on: `name` is that, or a manifest of its epoch."""
         found = parse(name)
-        if found is not None and found.type == "epoch":
+        if found is not None:
             try:
-                data = self.store.read(name)
-                require_hash(data, found.hash, "claim")
-                owner = decode_epoch(data).owner
-                what += f": {owner}" if owner else ""
+                for each in self.store.list(epoch_prefix(found.epoch)):
+                    what = f"{what}: {self._read_claim(each.name).owner}"
             except LowwaterError:
                 pass  # that it is there is enough
         return Fenced(what, path=at(self.store.uri, name))
+
+    def _read_claim(self, name: str) -> EpochClaim:
+        found = parse(name)
+        assert found is not None
+        data = self.store.read(name)
+        require_hash(data, found.hash, "claim")
+        return decode_epoch(data)
 
 
 def _hash_of(manifest: Manifest | None) -> bytes:

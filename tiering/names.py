@@ -57,8 +57,12 @@ def short(content_hash: bytes) -> str:
 
 
 def epoch_name(epoch: int, content_hash: bytes) -> str:
+    return f"{epoch_prefix(epoch)}{short(content_hash)}.cbor"
+
+
+def epoch_prefix(epoch: int) -> str:
     require_epoch(epoch)
-    return f"{EPOCHS}{epoch:010}-{short(content_hash)}.cbor"
+    return f"{EPOCHS}{epoch:010}-"
 
 
 def segment_name(segment: SegmentDescriptor) -> str:
