@@ -18,7 +18,16 @@ from typing import NamedTuple
 
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.catalogue import Catalogue, ListHead, SegmentDescriptor
-from lowwater.errors import Busy, Corrupt, Fenced, LowwaterError, NotFound, OtherCluster, StoreCorrupt
+from lowwater.errors import (
+    Busy,
+    Corrupt,
+    DataError,
+    Fenced,
+    LowwaterError,
+    NotFound,
+    OtherCluster,
+    StoreCorrupt,
+)
 from lowwater.tiering.names import (
     CLUSTER,
     chunk_name,
@@ -111,38 +120,23 @@ class Archive:
     def segments_after(self, manifest: Manifest | None, catalogue: Catalogue) -> Iterator[SegmentDescriptor]:
         """The segments that follow those of the newest manifest, in its epoch, as far as one follows another:
         they were shipped, and no manifest says so yet. Where two would follow, none is taken: nobody knows
-        which log goes on."""
-        epoch = 1 if manifest is None else manifest.epoch
+        which log goes on. One that is damaged does not follow: nothing has ever rested on it."""
         seq, segment_hash = catalogue.hwm, catalogue.hash_last
-        while True:
-            following = list(self._successors(epoch, seq, segment_hash))
-            if len(following) != 1:
-                return
-            yield following[0]
-            seq, segment_hash = following[0].last, following[0].hash
-
-    def _successors(self, epoch: int, seq: int, segment_hash: bytes) -> Iterator[SegmentDescriptor]:
-        """With holes, the next segment need not begin with the next seq: the first of those names that begin
-        above is the next one, or of another line."""
-        prefix = wal_prefix(epoch)
-        first = 0
+        following: dict[tuple[int, bytes], list[SegmentDescriptor]] = {}
+        prefix = wal_prefix(1 if manifest is None else manifest.epoch)
         for each in self.store.list(prefix, f"{prefix}segment-{seq:020}-~"):
             found = parse(each.name)
-            if found is None:
-                continue
-            if first and found.seq > first:
-                return
-            try:
-                header, described = describe_object(found, ObjectFile(self.store, each.name, each.size))
-            except LowwaterError as error:
-                error.path = at(self.store.uri, each.name)
-                raise
-            if header.cluster_id == self.cluster_id and (header.seq_before, header.hash_before) == (
-                seq,
-                segment_hash,
-            ):
-                first = found.seq
-                yield described
+            if found is not None and found.type == "segment":
+                try:
+                    header, described = describe_object(found, ObjectFile(self.store, each.name, each.size))
+                except DataError:
+                    continue
+                if header.cluster_id == self.cluster_id:
+                    place = (header.seq_before, header.hash_before)
+                    following.setdefault(place, []).append(described)
+        while len(nexts := following.get((seq, segment_hash), [])) == 1:
+            yield nexts[0]
+            seq, segment_hash = nexts[0].last, nexts[0].hash
 
     # ------------------------------------------------------------------ publishing
 
