@@ -282,31 +282,34 @@ class RecordList(Generic[R]):
     def __init__(self, name: str, made: type[R]) -> None:
         self.name = name
         self._made = made
-        self._chunks: list[bytes] = []
-        self._rest: list[R] = []
+        # Readers have no lock: they take both at one moment. The first is never changed, the second grows.
+        self._parts: tuple[list[bytes], list[R]] = ([], [])
         self._firsts: dict[int, R] = {}
         self._hashes: dict[int, bytes] = {}
         self._decoded: list[tuple[int, list[R]] | None] = [None] * DECODED_MAX
         self._stored = 0
 
     def __len__(self) -> int:
-        return len(self._chunks) * CHUNK_RECORDS + len(self._rest)
+        chunks, rest = self._parts
+        return len(chunks) * CHUNK_RECORDS + len(rest)
 
     def __getitem__(self, index: int) -> R:
-        count = len(self)
+        parts = self._parts
+        count = len(parts[0]) * CHUNK_RECORDS + len(parts[1])
         if not -count <= index < count:
             raise IndexError(index)
         number, at = divmod(index % count, CHUNK_RECORDS)
-        return self._records(number)[at]
+        return self._records(number, parts)[at]
 
     def __iter__(self) -> Iterator[R]:
         return self.between(0, len(self))
 
     def between(self, start: int, stop: int) -> Iterator[R]:
         """The records from one number to below another."""
-        while start < (stop := min(stop, len(self))):
+        stop = min(stop, len(self))
+        while start < stop:
             number, at = divmod(start, CHUNK_RECORDS)
-            part = self._records(number)[at : at + stop - start]
+            part = self._records(number, self._parts)[at : at + stop - start]
             yield from part
             start += len(part)
 
@@ -315,41 +318,40 @@ class RecordList(Generic[R]):
         return self[-1] if len(self) else None
 
     def append(self, record: R) -> None:
-        self._rest.append(record)
-        if len(self._rest) == CHUNK_RECORDS:
-            data = encode_chunk(self.name, self._rest)
-            self._decoded[len(self._chunks) % DECODED_MAX] = (len(self._chunks), self._rest)
-            # Readers have no lock: the chunk is there before the list is empty.
-            self._chunks.append(data)
-            self._rest = []
+        chunks, rest = self._parts
+        rest.append(record)
+        if len(rest) == CHUNK_RECORDS:
+            self._decoded[len(chunks) % DECODED_MAX] = (len(chunks), rest)
+            self._parts = ([*chunks, encode_chunk(self.name, rest)], [])
 
-    def _records(self, number: int) -> list[R]:
-        if number == len(self._chunks):
-            return self._rest
+    def _records(self, number: int, parts: tuple[list[bytes], list[R]]) -> list[R]:
+        chunks, rest = parts
+        if number == len(chunks):
+            return rest
         decoded = self._decoded[number % DECODED_MAX]
         if decoded is None or decoded[0] != number:
-            records = decode_chunk(self.name, self._made, self._chunks[number])
+            records = decode_chunk(self.name, self._made, chunks[number])
             if len(records) != CHUNK_RECORDS:
                 raise Corrupt(f"a chunk of the catalogue's {self.name} has other counts", hint=HINT)
             decoded = self._decoded[number % DECODED_MAX] = (number, records)
         return decoded[1]
 
-    def _first(self, number: int) -> R:
+    def _first(self, number: int, parts: tuple[list[bytes], list[R]]) -> R:
+        if number == len(parts[0]):
+            return parts[1][0]
         first = self._firsts.get(number)
         if first is None:
-            first = self._firsts[number] = self._records(number)[0]
+            first = self._firsts[number] = self._records(number, parts)[0]
         return first
 
     def count_to(self, key: Callable[[R], int], value: int) -> int:
         """How many records have a `key`, which rises with the list, of at most `value`."""
-        chunks = range(len(self._chunks) + bool(self._rest))
-        number = bisect_right(chunks, value, key=lambda each: key(self._first_of_any(each))) - 1
+        parts = self._parts
+        numbers = range(len(parts[0]) + bool(parts[1]))
+        number = bisect_right(numbers, value, key=lambda each: key(self._first(each, parts))) - 1
         if number < 0:
             return 0
-        return number * CHUNK_RECORDS + bisect_right(self._records(number), value, key=key)
-
-    def _first_of_any(self, number: int) -> R:
-        return self._rest[0] if number == len(self._chunks) else self._first(number)
+        return number * CHUNK_RECORDS + bisect_right(self._records(number, parts), value, key=key)
 
     # ------------------------------------------------------------------ chunks, by hash
 
@@ -357,7 +359,7 @@ class RecordList(Generic[R]):
         """The first `count` records."""
         assert count <= len(self)
         number, left = divmod(count, CHUNK_RECORDS)
-        records = self._records(number)[:left] if left else []
+        records = self._records(number, self._parts)[:left] if left else []
         whole = left - left % RUN_RECORDS
         runs = [hash_of(run) for run in self._runs(records[:whole])]
         return ListHead(
@@ -369,7 +371,7 @@ class RecordList(Generic[R]):
         had = {*known.chunks, *known.runs}
         for number, chunk_hash in enumerate(head.chunks):
             if chunk_hash not in had:
-                yield chunk_hash, self._chunks[number]
+                yield chunk_hash, self._parts[0][number]
         start = len(head.chunks) * CHUNK_RECORDS
         if not had.issuperset(head.runs):
             records = list(self.between(start, start + len(head.runs) * RUN_RECORDS))
@@ -384,7 +386,7 @@ class RecordList(Generic[R]):
     def _hash(self, number: int) -> bytes:
         found = self._hashes.get(number)
         if found is None:
-            found = self._hashes[number] = hash_of(self._chunks[number])
+            found = self._hashes[number] = hash_of(self._parts[0][number])
         return found
 
     def read(self, body: Any, read_chunk: ReadChunk) -> None:
@@ -395,16 +397,18 @@ class RecordList(Generic[R]):
             rest = [_record(self._made, row) for row in head.rest]
         except Exception as error:  # whatever hostile content runs into
             raise Corrupt(f"the catalogue's {self.name} cannot be read", hint=HINT) from error
-        for chunk_hash in head.chunks:
-            self._chunks.append(_verified(read_chunk(chunk_hash), chunk_hash, self.name))
-            self._records(len(self._chunks) - 1)
+        chunks: list[bytes] = []
+        records: list[R] = []
+        for number, chunk_hash in enumerate(head.chunks):
+            chunks.append(_verified(read_chunk(chunk_hash), chunk_hash, self.name))
+            self._records(number, (chunks, records))
         for run_hash in head.runs:
             data = _verified(read_chunk(run_hash), run_hash, self.name)
-            records = decode_chunk(self.name, self._made, data)
-            if len(records) != RUN_RECORDS:
+            run = decode_chunk(self.name, self._made, data)
+            if len(run) != RUN_RECORDS:
                 raise Corrupt(f"a run of the catalogue's {self.name} has other counts", hint=HINT)
-            self._rest += records
-        self._rest += rest
+            records += run
+        self._parts = (chunks, records + rest)
 
     # ------------------------------------------------------------------ the page store
 
@@ -414,9 +418,10 @@ class RecordList(Generic[R]):
         if count == self._stored:
             return {}
         first, self._stored = self._stored // CHUNK_RECORDS, count
-        changed = dict(enumerate(self._chunks[first:], first))
-        if self._rest:
-            changed[len(self._chunks)] = encode_chunk(self.name, self._rest)
+        chunks, rest = self._parts
+        changed = dict(enumerate(chunks[first:], first))
+        if rest:
+            changed[len(chunks)] = encode_chunk(self.name, rest)
         return {
             _KEY.pack(CATALOGUE_KEY, self.name[:1].encode(), number): format.U32.pack(crc32(data)) + data
             for number, data in changed.items()
@@ -424,16 +429,19 @@ class RecordList(Generic[R]):
 
     def load(self, stored: Sequence[tuple[int, bytes]]) -> None:
         """What the page store has, in order."""
+        chunks: list[bytes] = []
         for position, (number, value) in enumerate(stored):
             checksum, data = value[: format.U32.size], value[format.U32.size :]
             if position != number or checksum != format.U32.pack(crc32(data)):
                 raise Corrupt(f"the catalogue's {self.name} in the pages cannot be read", hint=HINT)
-            self._chunks.append(data)
-        if self._chunks:
-            records = decode_chunk(self.name, self._made, self._chunks[-1])
+            chunks.append(data)
+        if chunks:
+            records = decode_chunk(self.name, self._made, chunks[-1])
             if len(records) != CHUNK_RECORDS:
-                del self._chunks[-1]
-                self._rest = records
+                del chunks[-1]
+                self._parts = (chunks, records)
+            else:
+                self._parts = (chunks, [])
         self._stored = len(self)
 
 
