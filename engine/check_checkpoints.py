@@ -6,7 +6,7 @@ checkpoint may be made, and others removed, while it runs: what went away meanwh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lowwater.engine.blocks import Listed, hash_of, require
 from lowwater.engine.check import Finding
@@ -25,7 +25,7 @@ def check_checkpoints(
     files: Files,
     directory: str,
     *,
-    cluster_id: bytes,
+    cluster_id_at: Callable[[int], bytes],
     begins_block: IsBoundary,
     begins_list: IsBoundary,
 ) -> Iterator[Finding]:
@@ -35,7 +35,7 @@ def check_checkpoints(
         found = []
         try:
             index = stored.index
-            if index.cluster_id != cluster_id:
+            if index.cluster_id != cluster_id_at(stored.seq):
                 found.append(
                     _error("a checkpoint belongs to another cluster than the log", stored.path, stored.seq)
                 )

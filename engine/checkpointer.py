@@ -50,7 +50,7 @@ class Checkpointer:
         *,
         flush_to: Callable[[int], bool],
         begins_list: Callable[[], IsBoundary],
-        cluster_id: Callable[[], bytes],
+        cluster_id: Callable[[int], bytes],
     ) -> None:
         """`flush_to(seq)` does a step towards having everything up to there in pages; False when it is."""
         self._state = state
@@ -149,7 +149,7 @@ class Checkpointer:
             index = Checkpoint(
                 seq=due.seq,
                 time_us=due.time_us,
-                cluster_id=self._cluster_id(),
+                cluster_id=self._cluster_id(due.seq),
                 base_seq=due.base_seq,
                 base_hash=NO_HASH if base is None else base.file_hash,
                 row_count=packing.row_count,

@@ -14,7 +14,7 @@ Always true:
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -235,8 +235,8 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ what is here
 
-    def require_of(self, cluster_id: bytes, seq_last: int) -> None:
-        """That they were made of this log, which ends at `seq_last`."""
+    def require_of(self, cluster_id_at: Callable[[int], bytes], seq_last: int) -> None:
+        """That they were made of this log, which ends at `seq_last`. `cluster_id_at(seq)` is whose it was."""
         if not self._complete:
             return
         newest = self._complete[0]
@@ -251,7 +251,7 @@ class Checkpoints:
             index = newest.index
         except LowwaterError:
             return  # `check` tells of it
-        if index.cluster_id != cluster_id:
+        if index.cluster_id != cluster_id_at(newest.seq):
             raise Corrupt("the checkpoints belong to another cluster than the log", path=newest.path)
 
     @property

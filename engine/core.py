@@ -96,7 +96,7 @@ class Core:
         checkpoints: Checkpoints,
         progress: Progress | None = None,
     ) -> None:
-        checkpoints.require_of(log.chain.cluster_id, log.seq_durable)
+        checkpoints.require_of(log.cluster_id_at, log.seq_durable)
         self.options = options
         self._checkpoints = checkpoints
         self._log = log
@@ -159,7 +159,7 @@ class Core:
             checkpoints,
             flush_to=self._flush_to,
             begins_list=lambda: list_boundaries(self._salt, self._page_keys).is_boundary,
-            cluster_id=lambda: self._wal.chain.cluster_id,
+            cluster_id=log.cluster_id_at,
         )
         self._checkpointing = threading.Lock()
         # Of what was ordered automatically: when, and how long the log was then.
@@ -590,7 +590,7 @@ def meta_of(log: Log, store: PageStore) -> Meta | None:
                 hint="restore it from the archive",
             )
         return new_meta(log.creation)
-    if meta.cluster_id != log.chain.cluster_id:
+    if meta.cluster_id != log.cluster_id_at(meta.applied):
         raise Corrupt("the pages belong to another cluster than the log", path=log.directory)
     if log.seq_durable < meta.applied:
         raise Corrupt(

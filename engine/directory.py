@@ -125,6 +125,20 @@ def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
 # ---------------------------------------------------------------------------- sealed segments
 
 
+def cluster_id_in(files: Files, directory: str, seq: int) -> bytes | None:
+    """Whose log it was at an entry, by the header of the complete segment that has it, or of the first after
+    it; None where there is none."""
+    with typed_errors(directory, "read the log"):
+        for _, seq_last, _, name in read_names(files, directory).numbered:
+            if seq <= seq_last:
+                file = files.open(f"{directory}/{name}")
+                try:
+                    return SegmentHeader.decode(file.read_at(0, format.HEADER_BYTES)).cluster_id
+                finally:
+                    file.close()
+    return None
+
+
 def read_trailer(file: File, size: int) -> SegmentTrailer:
     """Finds the footer from the end of a sealed segment, whose header is there."""
     if not size:

@@ -520,8 +520,10 @@ class Flusher:
     def _meta(self, frozen_seq: int) -> dict[str, object]:
         """With the lock: what goes into the store with the pages. All of it is durable before they are."""
         state = self._state
+        fork = state.catalogue.forks.last
         return {
             **self.identity,
+            **({} if fork is None else {"cluster_id": fork.cluster_id}),
             "version": META_VERSION,
             "applied": max(frozen_seq, state.versions_seq),
             "horizon": state.horizon,

@@ -226,6 +226,13 @@ class Log:
         """Where the log stands: cluster id, epoch and settings among it."""
         return self._wal.chain
 
+    def cluster_id_at(self, seq: int) -> bytes:
+        """Whose log it was at an entry that is here, or at the first one that is: a `fork` may name another
+        owner."""
+        with self.wal.lock:
+            segment = self.wal.store.segment_after(seq - 1)
+        return self.chain.cluster_id if segment is None else segment.header.cluster_id
+
     @property
     def creation(self) -> Creation | None:
         """What the log's first entry says: its salt among it. None where the segment with it was purged."""

@@ -312,7 +312,7 @@ class Reading(Core):
         yield from check_checkpoints(
             self._seams.files,
             self._checkpoints.data_directory,
-            cluster_id=self._wal.chain.cluster_id,
+            cluster_id_at=self._log.cluster_id_at,
             begins_block=self._state.boundaries.is_boundary,
             begins_list=content.list_boundaries(self._salt, self._page_keys).is_boundary,
         )

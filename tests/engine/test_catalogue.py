@@ -359,6 +359,27 @@ def test_a_fork_is_refused_but_where_it_says_that_it_stands(node: Node) -> None:
     assert list(node.engine.check()) == []
 
 
+@pytest.mark.parametrize("flushed", ["before", "after", "never"])
+def test_a_fork_may_name_another_owner(node: Node, flushed: str) -> None:
+    """As a clone does. What was made before it is the parent's, and stays good."""
+    seq = with_segments(node, 1)
+    feed(node.engine, [(seq + 1, Put("b", "k", b"v")), (seq + 2, checkpoint_entry(0))])
+    node.engine.wait_for_checkpoint(seq + 2)
+    if flushed == "before":
+        node.engine.flush()
+    feed(node.engine, [(seq + 3, fork_entry(Fork(H[7][:16], 2, 1, seq + 2, NO_HASH, NO_HASH)))])
+    feed(node.engine, [(seq + 4, Put("b", "k", b"w")), (seq + 5, checkpoint_entry(seq + 2))])
+    if flushed == "after":
+        node.engine.flush()
+    node.engine.sync()
+    for reopen in (node.crash, node.restart):
+        reopen()
+        assert list(node.engine.check()) == []
+        node.engine.wait_for_checkpoint(seq + 5)
+        ids = [each.index.cluster_id for each in node.engine.checkpoints()]
+        assert ids == [H[7][:16], CREATE.cluster_id]
+
+
 def feed_refused(node: Node, seq: int, entry: Control) -> None:
     assert node.engine.apply_log_entry(seq, entry).refused is Refusal.OUT_OF_DATE
 

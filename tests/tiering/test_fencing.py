@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 from tests.engine.engine_model import CLUSTER_ID
@@ -13,7 +14,7 @@ from lowwater.engine.blocks import NO_HASH
 from lowwater.errors import Busy, Fenced
 from lowwater.tiering import archive as archive_module
 from lowwater.tiering import names
-from lowwater.tiering.archive import open_archive
+from lowwater.tiering.archive import Archive, open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.objects import EpochClaim
 from lowwater.tiering.verify import ObjectFile, verify_object
@@ -254,3 +255,36 @@ def test_whoever_finds_another_claim_takes_the_next_number(monkeypatch: pytest.M
     with pytest.raises(Busy):
         archive.claim(line.db.catalogue, 1, token=token)
     line.db.close()
+
+
+@pytest.mark.parametrize("step", ["the list after publishing", "the second look", "what is missing"])
+def test_without_any_of_its_steps_two_go_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that has never failed proves nothing."""
+    if step == "the list after publishing":
+        monkeypatch.setattr(Archive, "require_epoch", lambda *_: None)
+    elif step == "the second look":
+        real = Archive._require_past
+        looked: set[Archive] = set()
+
+        def require_past(self: Archive, *args: Any) -> Any:
+            # The claim's second look is that of an archive which has looked once.
+            if self in looked and not self._published:
+                return self.newest()
+            looked.add(self)
+            return real(self, *args)
+
+        monkeypatch.setattr(Archive, "_require_past", require_past)
+    else:
+        monkeypatch.setattr(
+            Archive,
+            "unpublished",
+            lambda self, catalogue: catalogue.seqs_after(getattr(self.newest(), "seq", 0)),
+        )
+        monkeypatch.setattr(Archive, "is_past", lambda *_: True)
+    with pytest.raises(AssertionError):
+        run_all_pairs()
+
+
+def run_all_pairs() -> None:
+    for pair in PAIRS:
+        run_with_two_switches(pair, 0, 1)

@@ -16,6 +16,7 @@ from lowwater.engine.check_pages import check_pages
 from lowwater.engine.compact import PAGES_HINT, damage_of
 from lowwater.engine.content import list_boundaries
 from lowwater.engine.describe import describe_log
+from lowwater.engine.directory import cluster_id_in
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.pages import Boundaries
@@ -75,6 +76,7 @@ def _of_pages(directory: str, log: str) -> Iterator[Finding]:
     try:
         meta = read_meta(store.read_meta(), path)
         if meta is not None:
+            cluster_id = meta.cluster_id
             yield from check_pages(
                 store,
                 path,
@@ -87,7 +89,7 @@ def _of_pages(directory: str, log: str) -> Iterator[Finding]:
             yield from check_checkpoints(
                 files,
                 directory,
-                cluster_id=meta.cluster_id,
+                cluster_id_at=lambda seq: cluster_id_in(files, log, seq) or cluster_id,
                 begins_block=Boundaries(meta.salt, meta.page_keys).is_boundary,
                 begins_list=list_boundaries(meta.salt, meta.page_keys).is_boundary,
             )
