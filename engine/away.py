@@ -77,7 +77,7 @@ class AwayPages:
         self.returning_bytes = 0
         self.returning_bytes_max = max(pool_bytes_max // RETURNING_SHARE, RETURNING_BYTES_MIN)
         self.wake: Callable[[], None] = _nobody
-        self.reads = self.read_bytes = self.failures = 0
+        self.left = self.reads = self.read_bytes = self.failures = 0
 
     # ------------------------------------------------------------------ what is here
 

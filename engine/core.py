@@ -17,10 +17,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-<<<<<<< HEAD
 from lowwater.engine.away import BlockSource
-=======
->>>>>>> catalogue
 from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.chain import Chain, Creation, checkpoint_entry
 from lowwater.engine.check import Finding
@@ -109,10 +106,8 @@ class Core:
         blocks: BlockSource | None = None,
         progress: Progress | None = None,
     ) -> None:
-<<<<<<< HEAD
         """`blocks` is where pages come from that have left."""
-=======
->>>>>>> catalogue
+        checkpoints.require_of(log.cluster_id_at, log.seq_durable)
         checkpoints.require_of(log.cluster_id_at, log.seq_durable)
         self.options = options
         self._checkpoints = checkpoints

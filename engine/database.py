@@ -19,10 +19,7 @@ from typing import Any
 
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
-<<<<<<< HEAD
 from lowwater.engine.away import BlockSource
-=======
->>>>>>> catalogue
 from lowwater.engine.catalogue import Fork, fork_entry
 from lowwater.engine.chain import Chain, seal_entry
 from lowwater.engine.checkpoints import Checkpoints

@@ -59,18 +59,18 @@ class Leaving:
         self._alone = alone
         self._make_durable = make_durable
         self._put_back = put_back
-        self.left = 0
 
     def leave(self, checkpoint: Base, wants: Callable[[bytes], bool] = _always) -> int:
         """Have pages leave that are blocks of this checkpoint, all of whose packs are where blocks are read.
         `wants` chooses by page key. Returns how many left."""
-        before = self.left
+        away = self._state.away
+        before = away.left
         blocks = checkpoint.blocks()
         wanted = (each for each in blocks if each.listed.key >= FIRST_KEY and wants(each.listed.key))
         while run := list(islice(wanted, RUN_PAGES)):
             with self._alone():
                 self._leave(run, checkpoint.seq)
-        return self.left - before
+        return away.left - before
 
     def _leave(self, run: Sequence[Known], checkpoint_seq: int) -> None:
         """Alone: a group under way would put back what it has read before."""
@@ -98,7 +98,7 @@ class Leaving:
             BEFORE_LEAVE()
             state.store.write(puts, [], {})
             AFTER_LEAVE()
-        self.left += len(puts)
+        state.away.left += len(puts)
 
     def away(self) -> Iterator[bytes]:
         """The page keys of the pages that are away, in order."""

@@ -676,7 +676,7 @@ class State:
         if not self.keeps_clean:
             self.clean.limit(0)
             return
-        rest = self.pool_bytes_max - self.dirty_bytes - self.pool_bytes_max // 4
+        rest = self.pool_bytes_max - self.dirty_bytes - self.pool_bytes_max // 4 - self.away.returning_bytes
         self.clean.limit(max(rest, self.pool_bytes_max // 16))
 
     def fetch(self, layout: Layout, index: int) -> Page:

@@ -14,6 +14,7 @@ import pytest
 from tests.engine.engine_model import Archive, ArchiveDown, Driver, Machine, check_structure, small_limits
 from tests.engine.test_engine import CREATE, Node
 from tests.engine.test_engine_crash import LOSSES, reach_failure_point
+from tests.engine.test_measure import scraped
 from tests.engine.test_pages import PAGES_MD, table
 
 from lowwater import CreateBucket, Put, Refusal
@@ -390,6 +391,26 @@ def test_a_flush_goes_on_with_all_pages_that_are_here(db: Database, archive: Arc
     assert not db._flusher._brought
     check = list(db.check())
     assert check == []
+
+
+def test_metrics_say_what_left_what_came_and_what_is_waited_for(db: Database, archive: Archive) -> None:
+    """An operator sees an archive that cannot be reached before memory is full."""
+    fill(db)
+    left = leave(db, archive)
+    db.get("b", "k002100")
+    archive.is_down = True
+    db.put("b", "k002900", b"new")
+    with pytest.raises(ArchiveDown):
+        db.flush()
+    samples = scraped(db.metrics())
+    assert samples["lowwater_pages_left_total"] == left
+    assert samples["lowwater_pages_brought_total"] == 1
+    assert samples["lowwater_pages_brought_bytes_total"] > 100
+    assert samples["lowwater_pages_brought_failures_total"] >= 1
+    assert samples["lowwater_pages_awaited"] == 1
+    archive.is_down = False
+    db.flush()
+    assert scraped(db.metrics())["lowwater_pages_awaited"] == 0
 
 
 def test_memory_full_of_changes_that_wait_is_told_to_writers(path: str, archive: Archive) -> None:
