@@ -108,7 +108,6 @@ class Core:
     ) -> None:
         """`blocks` is where pages come from that have left."""
         checkpoints.require_of(log.cluster_id_at, log.seq_durable)
-        checkpoints.require_of(log.cluster_id_at, log.seq_durable)
         self.options = options
         self._checkpoints = checkpoints
         self._log = log
