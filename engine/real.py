@@ -6,6 +6,7 @@ Always true: a directory that `make_directory` made is durable; a lock ends with
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,8 +15,10 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from typing import Literal
 
-from lowwater.engine.seams import Step, SyncMode
+from lowwater.engine.seams import Step, SyncMode, write_in_turn
+from lowwater.engine.uring import Ring
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
@@ -25,6 +28,8 @@ WRITE_SYNC_FLAGS: dict[SyncMode, int] = (
 )
 
 
+# A file system that does not know what is asked of it.
+_NOT_HERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # What a direct write must be aligned to on every disk there is, and how much of it goes out in one call.
 BLOCK_BYTES = 4096
 STAGING_BYTES = 2**20 + 2 * BLOCK_BYTES
@@ -111,11 +116,14 @@ class RealFile:
             try:
                 return os.pwritev(self._fd, buffers[:BUFFERS_PER_CALL], offset, flag)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                if error.errno not in _NOT_HERE:
                     raise
         written = os.pwritev(self._fd, buffers[:BUFFERS_PER_CALL], offset)
         self.sync(sync)
         return written
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
 
     def sync(self, mode: SyncMode) -> None:
         if self._fd < 0:
@@ -147,7 +155,7 @@ class SequentialFile(RealFile):
     which is where the last write ended; -1 when that is not known.
     """
 
-    __slots__ = ("_direct_fd", "_end", "_map", "_staging")
+    __slots__ = ("_direct_fd", "_end", "_map", "_ring", "_staging")
 
     def __init__(self, fd: int, direct_fd: int) -> None:
         super().__init__(fd)
@@ -155,6 +163,7 @@ class SequentialFile(RealFile):
         self._end = -1
         self._map = mmap.mmap(-1, STAGING_BYTES)
         self._staging = memoryview(self._map)
+        self._ring: Ring | Literal[False] | None = None  # False where there can be none
 
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers)
@@ -176,7 +185,7 @@ class SequentialFile(RealFile):
                 self._direct_fd, [staging[: end + padding]], base, WRITE_SYNC_FLAGS.get(sync, 0)
             )
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            if error.errno not in _NOT_HERE:
                 raise
             # Not on this file system.
             self._close_direct()
@@ -191,6 +200,64 @@ class SequentialFile(RealFile):
         self._end = offset + size
         return size
 
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        while parts:
+            done = self._write_linked(offset, parts, sync)
+            if not done:
+                write_in_turn(self, offset, parts, sync)
+                return
+            offset += sum(map(len, parts[:done]))
+            parts = parts[done:]
+
+    def _write_linked(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> int:
+        """Write and sync as many parts as go into one call. Returns how many that are."""
+        ring = self._linking(sync)
+        if ring is None:
+            return 0
+        staging = self._staging
+        start = offset % BLOCK_BYTES
+        if start and self._end != offset:
+            staging[:start] = os.pread(self._fd, start, offset - start).ljust(start, b"\0")
+        self._end = -1  # until these have ended well
+        writes = []
+        slot = 0  # where the blocks of a part begin, the first with what stands before it in the file
+        for part in parts[: ring.writes_max]:
+            size = len(part)
+            end = slot + start + size
+            padding = -end % BLOCK_BYTES
+            next_slot = end + padding
+            if next_slot + BLOCK_BYTES > STAGING_BYTES:
+                break
+            staging[slot + start : end] = part
+            staging[end:next_slot] = bytes(padding)
+            writes.append((slot, next_slot - slot, offset - start))
+            offset += size
+            start = offset % BLOCK_BYTES
+            staging[next_slot : next_slot + start] = staging[end - start : end]
+            slot = next_slot
+        if not writes:
+            return 0
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        results = ring.write(address, writes, WRITE_SYNC_FLAGS[sync])
+        for done, (result, (_, size, _)) in enumerate(zip(results, writes, strict=True)):
+            if result < size:
+                if result < 0 and -result not in _NOT_HERE:
+                    raise OSError(-result, os.strerror(-result))
+                # Not on this file system; or not all of it went in, and the plain way goes on or tells why.
+                return done
+        staging[:start] = staging[slot : slot + start]
+        self._end = offset
+        return len(writes)
+
+    def _linking(self, sync: SyncMode) -> Ring | None:
+        if self._ring is None:
+            try:
+                self._ring = Ring(self._direct_fd)
+            except OSError:
+                self._ring = False
+        usable = self._ring is not False and self._direct_fd >= 0 and sync in WRITE_SYNC_FLAGS
+        return self._ring or None if usable else None
+
     def truncate(self, size: int) -> None:
         self._end = -1
         super().truncate(size)
@@ -200,6 +267,9 @@ class SequentialFile(RealFile):
         super().close()
 
     def _close_direct(self) -> None:
+        if self._ring:
+            self._ring.close()
+        self._ring = False
         fd, self._direct_fd = self._direct_fd, -1
         if fd >= 0:
             os.close(fd)

@@ -72,6 +72,19 @@ def _spare_after_bytes(segment_bytes: int) -> int:
     return min(SPARE_AFTER_BYTES, segment_bytes // 4)
 
 
+def _batches(pieces: Sequence[Piece], batch_bytes_max: int) -> list[bytes]:
+    """The bytes of the pieces, as few times as they fit into a batch."""
+    batches: list[list[bytes]] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece.data)
+        if not batches or size > batch_bytes_max:
+            batches.append([])
+            size = len(piece.data)
+        batches[-1].append(piece.data)
+    return [b"".join(batch) for batch in batches]
+
+
 class CurrentSegment:
     """The segment that is being written."""
 
@@ -138,7 +151,9 @@ class SegmentStore:
         self._sync_mode: SyncMode = sync_mode
         self.segments: list[Segment] = recovered.segments
         self.current: CurrentSegment | None = None
-        self.sync_s = self.synced_at_s = 0.0  # what the last write and sync took, and when it ended
+        # What the last write took with all its syncs, how many these were, and when it ended.
+        self.sync_s = self.synced_at_s = 0.0
+        self.syncs = 0
         # From how many durable bytes of the current segment on there is something to do in the background.
         self._housekeeping_from_bytes = 0
         self._job: Generator[None, None, None] | None = None
@@ -209,10 +224,12 @@ class SegmentStore:
 
     # ------------------------------------------------------------------ writing (the leader)
 
-    def write(self, pieces: Sequence[Piece]) -> bytes:
-        """Write the pieces of one segment and sync them. Returns the bytes of their frames."""
+    def write(self, pieces: Sequence[Piece], batch_bytes_max: int) -> bytes:
+        """Write the pieces of one segment and sync them: what is more than one batch may hold in several, each
+        synced before the next. Returns the bytes of their frames."""
         data = pieces[0].data if len(pieces) == 1 else b"".join([piece.data for piece in pieces])
         first = pieces[0]
+        self.syncs = 1
         current = self.current
         if current is None:
             assert first.starts_segment is not None
@@ -233,7 +250,12 @@ class SegmentStore:
                 self._zero_ahead(current, current.body_bytes + len(data))
             BEFORE_WRITE()
             sync_started_s = self._clock.monotonic()
-            write_all(current.file, current.body_bytes, [data], self._sync_mode)
+            if len(data) > batch_bytes_max and len(pieces) > 1:
+                batches = _batches(pieces, batch_bytes_max)
+                self.syncs = len(batches)
+                current.file.write_each(current.body_bytes, batches, self._sync_mode)
+            else:
+                write_all(current.file, current.body_bytes, [data], self._sync_mode)
         self.synced_at_s = self._clock.monotonic()
         self.sync_s = self.synced_at_s - sync_started_s
         AFTER_SYNC()

@@ -6,7 +6,8 @@ Always true:
   - at any time at most one thread leads: it alone takes batches, writes and syncs. Whoever appends and finds
     no leader leads; a leader whose own append is done hands the lead to the next waiter. Nobody runs a
     caller's code (the callback of a future) while leading;
-  - one batch is unsynced at a time, and no batch exceeds `format.BATCH_BYTES_MAX`;
+  - one batch is unsynced at a time, and no batch exceeds `format.BATCH_BYTES_MAX`. Several may go to the disk
+    in one call: each begins after the sync of the one before it;
   - nobody is told "durable", and no reader sees a frame, before the sync that covers it has returned;
   - after any failure of a write or a sync the log is poisoned: every waiter and every later append gets the
     error, reads go on, and nothing is written any more. Whether the last batch survives is decided by the
@@ -60,6 +61,10 @@ from lowwater.errors import (
 )
 from lowwater.metrics import LogMetrics
 
+# What goes to the disk in one call, when more waits than one batch may hold: who waits for the first of these
+# batches waits for all.
+RUN_BATCHES = 16
+RUN_BYTES_MAX = 2**19
 # What an append costs in memory besides its frames.
 APPEND_OVERHEAD_BYTES = 600
 
@@ -519,9 +524,9 @@ class Wal:
                 ticket.leads = True
             while True:
                 with self.lock:
-                    batch = self._take_batch()
-                if batch:
-                    self._write_batch(batch, resolved)
+                    run = self._take_run(alone=ticket is not None)
+                if run:
+                    self._write_run(run, resolved)
                 if ticket is None or ticket.done:
                     break
             with self.lock:
@@ -555,26 +560,30 @@ class Wal:
             self._leading = False
             self._writer.wake()
 
-    def _take_batch(self) -> list[Piece]:
+    def _take_run(self, *, alone: bool) -> list[Piece]:
+        """One batch; where nobody waits for just that, perhaps several, of one segment that has begun."""
         # Ctrl-C comes after a call returns, and must find each piece in one of the two, or in both.
-        batch = self._in_flight = []
+        run = self._in_flight = []
         size = 0
         queue = self._queue
+        size_max = self.options.batch_bytes_max
+        if not alone and queue and queue[0].starts_segment is None:
+            size_max = max(size_max, min(RUN_BATCHES * size_max, RUN_BYTES_MAX))
         while queue:
             piece = queue[0]
             size += len(piece.data)
-            if batch and size > self.options.batch_bytes_max:
+            if run and size > size_max:
                 break
-            batch.append(piece)
+            run.append(piece)
             queue.popleft()
             if piece.ends_segment:
                 break
-        return batch
+        return run
 
-    def _write_batch(self, batch: list[Piece], resolved: list[Ticket]) -> None:
+    def _write_run(self, run: list[Piece], resolved: list[Ticket]) -> None:
         tickets: list[Ticket] = []
         frame_count = append_count = 0
-        for piece in batch:
+        for piece in run:
             frame_count += piece.frame_count
             if piece.completes:
                 append_count += piece.frame_count > 0
@@ -583,9 +592,9 @@ class Wal:
         data = b""
         if frame_count:
             # What a sync waits behind has no frames.
-            pieces = [piece for piece in batch if piece.frame_count] if len(batch) > 1 else batch
+            pieces = [piece for piece in run if piece.frame_count] if len(run) > 1 else run
             last = pieces[-1]
-            data = self.store.write(pieces)
+            data = self.store.write(pieces, self.options.batch_bytes_max)
         with self.lock:
             if frame_count:
                 self.store.publish(data)
@@ -610,7 +619,7 @@ class Wal:
         metrics = self._metrics
         if metrics is not None:
             store = self.store
-            metrics.batch_written(frame_count, len(data), store.sync_s)
+            metrics.batches_written(store.syncs, frame_count, len(data), store.sync_s)
             synced_at_s = store.synced_at_s
             metrics.appends_durable([synced_at_s - ticket.started_s for ticket in tickets])
             metrics.rotations += last.ends_segment
