@@ -332,6 +332,9 @@ class FaultyFiles:
 
         self.perform("sync_directory", directory, effect)
 
+    def settle(self, path: str) -> None:
+        """No write here outlives its program."""
+
     def lock(self, path: str, owner: str) -> FaultyFile:
         def effect(_: Fault) -> FaultyFile:
             inode = self._names.get(path) or self._create(path)

@@ -130,6 +130,9 @@ class MemoryFiles:
     def sync_directory(self, directory: str) -> None:
         self._existing(directory)
 
+    def settle(self, path: str) -> None:
+        """No write here outlives its call."""
+
     def lock(self, path: str, owner: str) -> MemoryFile:
         inode = self._inodes.get(path) or self._create(path)
         if inode.locked:

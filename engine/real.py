@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Literal
 
@@ -30,6 +31,8 @@ WRITE_SYNC_FLAGS: dict[SyncMode, int] = (
 
 # A file system that does not know what is asked of it.
 _NOT_HERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# A write that has not been tried.
+_NOT_BEGUN = (errno.ECANCELED, errno.EAGAIN, errno.EINTR)
 # What a direct write must be aligned to on every disk there is, and how much of it goes out in one call.
 BLOCK_BYTES = 4096
 STAGING_BYTES = 2**20 + 2 * BLOCK_BYTES
@@ -151,11 +154,14 @@ class SequentialFile(RealFile):
     """A file that is written front to back, past the page cache: no copy into it, no pages to find for it,
     and where the disk can, no flush of all its cache for a few blocks.
 
-    Always true: `_staging` begins with what stands in the file between the last block boundary and `_end`,
-    which is where the last write ended; -1 when that is not known.
+    Always true:
+      - `_staging` begins with what stands in the file between the last block boundary and `_end`, which is
+        where the last write ended; -1 when that is not known;
+      - while a ring can have writes under way, which outlive the process, there is a lock on the file. It
+        belongs to what has the file open, which includes them. `settle` waits for it.
     """
 
-    __slots__ = ("_direct_fd", "_end", "_map", "_ring", "_staging")
+    __slots__ = ("__weakref__", "_direct_fd", "_end", "_map", "_ring", "_staging")
 
     def __init__(self, fd: int, direct_fd: int) -> None:
         super().__init__(fd)
@@ -164,10 +170,13 @@ class SequentialFile(RealFile):
         self._map = mmap.mmap(-1, STAGING_BYTES)
         self._staging = memoryview(self._map)
         self._ring: Ring | Literal[False] | None = None  # False where there can be none
+        _sequential_files.add(self)
 
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers)
         size = len(data)
+        if self._ring:
+            self._ring.wait()  # an exception may have ended a write before its time
         end_before, self._end = self._end, -1  # until this write has ended well
         if self._direct_fd < 0 or not 0 < size <= STAGING_BYTES - 2 * BLOCK_BYTES:
             return super().write_at(offset, buffers, sync)
@@ -214,6 +223,7 @@ class SequentialFile(RealFile):
         ring = self._linking(sync)
         if ring is None:
             return 0
+        ring.wait()
         staging = self._staging
         start = offset % BLOCK_BYTES
         if start and self._end != offset:
@@ -240,23 +250,27 @@ class SequentialFile(RealFile):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         results = ring.write(address, writes, WRITE_SYNC_FLAGS[sync])
         for done, (result, (_, size, _)) in enumerate(zip(results, writes, strict=True)):
-            if result < size:
-                if result < 0 and -result not in _NOT_HERE:
-                    raise OSError(-result, os.strerror(-result))
-                # Not on this file system; or not all of it went in, and the plain way goes on or tells why.
-                return done
+            if result == size:
+                continue
+            if -result in _NOT_HERE:
+                self._close_ring()
+            elif result < 0 and -result not in _NOT_BEGUN:
+                raise OSError(-result, os.strerror(-result))
+            # Also where not all of it went in: the plain way writes the rest or tells why not.
+            return done
         staging[:start] = staging[slot : slot + start]
         self._end = offset
         return len(writes)
 
     def _linking(self, sync: SyncMode) -> Ring | None:
+        if self._direct_fd < 0 or sync not in WRITE_SYNC_FLAGS:
+            return None
         if self._ring is None:
-            try:
+            self._ring = False
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._direct_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._ring = Ring(self._direct_fd)
-            except OSError:
-                self._ring = False
-        usable = self._ring is not False and self._direct_fd >= 0 and sync in WRITE_SYNC_FLAGS
-        return self._ring or None if usable else None
+        return self._ring or None
 
     def truncate(self, size: int) -> None:
         self._end = -1
@@ -266,13 +280,35 @@ class SequentialFile(RealFile):
         self._close_direct()
         super().close()
 
-    def _close_direct(self) -> None:
+    def _close_ring(self) -> None:
         if self._ring:
             self._ring.close()
+            fcntl.flock(self._direct_fd, fcntl.LOCK_UN)
         self._ring = False
+
+    def _close_direct(self) -> None:
+        self._close_ring()
         fd, self._direct_fd = self._direct_fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def abandon(self) -> None:
+        """In a forked child: the lock and the ring are the parent's, and must not outlive it."""
+        if self._ring:
+            self._ring.abandon()
+        self._ring = False
+        self.close()
+
+
+_sequential_files: weakref.WeakSet[SequentialFile] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    for file in list(_sequential_files):
+        file.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class LockFile(RealFile):
@@ -345,6 +381,14 @@ class RealFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def settle(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            finally:
+                os.close(fd)
 
     def lock(self, path: str, owner: str) -> RealFile:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

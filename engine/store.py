@@ -225,8 +225,8 @@ class SegmentStore:
     # ------------------------------------------------------------------ writing (the leader)
 
     def write(self, pieces: Sequence[Piece], batch_bytes_max: int) -> bytes:
-        """Write the pieces of one segment and sync them: what is more than one batch may hold in several, each
-        synced before the next. Returns the bytes of their frames."""
+        """Write the pieces of one segment and sync them, as many batches as it takes, each synced before the
+        next. Returns the bytes of their frames."""
         data = pieces[0].data if len(pieces) == 1 else b"".join([piece.data for piece in pieces])
         first = pieces[0]
         self.syncs = 1

@@ -3,12 +3,17 @@
 Between two writes there is no thread of Python's to wake and no lock of the interpreter to get: the disk
 goes from one to the next. An older Linux, a container that forbids it, another system have no ring.
 
-Always true: when `write` returns, no request of its is under way; requests after one that failed, or that
-wrote less than all, were not begun.
+Always true:
+  - when `write` returns, no request of its is under way; requests after one that failed, or that wrote less
+    than all, were not begun;
+  - where a signal handler's exception ends `write` instead, `wait` says when that holds;
+  - the kernel does not wait for a request when the process ends, as it does for a write: whoever must not
+    meet one needs something that lives as long as the request, which has the file open (`real.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -17,7 +22,8 @@ import struct
 import sys
 from collections.abc import Sequence
 
-# The same on every machine that Linux runs on, but Alpha.
+# Where these numbers and the layouts below were looked up.
+_MACHINES = ("x86_64", "aarch64", "riscv64")
 _SETUP, _ENTER = 425, 426
 _ENTRIES = 16
 _GETEVENTS = 1
@@ -44,15 +50,15 @@ class Ring:
         """Raises OSError where there is no such thing."""
         self._file_fd = fd
         self._ring_fd = -1
-        if not sys.platform.startswith("linux"):
+        if not sys.platform.startswith("linux") or os.uname().machine not in _MACHINES:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         params = ctypes.create_string_buffer(_PARAMS_BYTES)
         ring_fd = self._call(_SETUP, _ENTRIES, params)
         try:
-            words = _PARAMS.unpack(params)
-            entries, completions, features = words[0], words[1], words[5]
-            submit_offsets, complete_offsets = words[10:20], words[20:30]
+            asked = _PARAMS.unpack(params)
+            entries, completions, features = asked[0], asked[1], asked[5]
+            submit_offsets, complete_offsets = asked[10:20], asked[20:30]
             if not features & _SINGLE_MMAP:
                 raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             submit_bytes = submit_offsets[6] + entries * 4
@@ -62,15 +68,16 @@ class Ring:
         except BaseException:
             os.close(ring_fd)
             raise
-        self._words = memoryview(self._queues).cast("I")
+        words = self._words = memoryview(self._queues).cast("I")
+        self._submit_head = submit_offsets[0] // 4
         self._submit_tail = submit_offsets[1] // 4
-        self._submit_mask = self._words[submit_offsets[2] // 4]
+        self._submit_mask = words[submit_offsets[2] // 4]
         self._complete_head = complete_offsets[0] // 4
         self._complete_tail = complete_offsets[1] // 4
-        self._complete_mask = self._words[complete_offsets[2] // 4]
+        self._complete_mask = words[complete_offsets[2] // 4]
         self._completions_offset = complete_offsets[5]
         for index in range(entries):
-            self._words[submit_offsets[6] // 4 + index] = index
+            words[submit_offsets[6] // 4 + index] = index
         self._ring_fd = ring_fd
 
     def _call(self, number: int, *arguments: object) -> int:
@@ -85,11 +92,12 @@ class Ring:
         each has written, or the number of its error, negative."""
         count = len(writes)
         assert 0 < count <= self.writes_max, "more writes than the ring has room for"
-        words, tail = self._words, self._words[self._submit_tail]
+        words, first = self._words, self._words[self._submit_tail]
+        assert first == words[self._complete_head], "a write was interrupted, and nobody has waited for it"
         for index, (place, size, offset) in enumerate(writes):
             _REQUEST.pack_into(
                 self._requests,
-                (tail + index & self._submit_mask) * _REQUEST.size,
+                (first + index & self._submit_mask) * _REQUEST.size,
                 _OP_WRITE,
                 _LINK if index < count - 1 else 0,
                 0,
@@ -100,25 +108,45 @@ class Ring:
                 flags,
                 index,
             )
-        head = words[self._complete_head]
-        words[self._submit_tail] = tail + count & _U32
-        submitted = 0
-        while (done := words[self._complete_tail] - head & _U32) < count:
-            try:
-                submitted += self._call(
-                    _ENTER, self._ring_fd, count - submitted, count - done, _GETEVENTS, None, 0
-                )
-            except InterruptedError:
-                pass  # by a signal: what was submitted goes on
-        results = [0] * count
-        for index in range(count):
-            place = self._completions_offset + (head + index & self._complete_mask) * _COMPLETION.size
-            number, result, _ = _COMPLETION.unpack_from(self._queues, place)
-            results[number] = result
-        words[self._complete_head] = head + count & _U32
+        words[self._submit_tail] = first + count & _U32
+        try:
+            self._call(_ENTER, self._ring_fd, count, count, _GETEVENTS, None, 0)
+        except OSError as error:
+            # A signal, or no memory for all requests: those that were taken go on.
+            if error.errno not in (errno.EINTR, errno.EAGAIN, errno.ENOMEM):
+                raise
+        taken = self._wait_for_taken() - first & _U32
+        results = [-errno.ECANCELED] * count
+        for at in range(taken):
+            place = self._completions_offset + (first + at & self._complete_mask) * _COMPLETION.size
+            index, result, _ = _COMPLETION.unpack_from(self._queues, place)
+            results[index] = result
+        self.wait()
         return results
 
+    def wait(self) -> None:
+        """Return once nothing is under way."""
+        self._words[self._complete_head] = self._wait_for_taken()
+
+    def _wait_for_taken(self) -> int:
+        """Wait for all requests that the kernel has taken: how many these ever were."""
+        words = self._words
+        # The others are taken back: as a chain of its own they would not be held up by an error before them.
+        taken: int = words[self._submit_head]
+        words[self._submit_tail] = taken
+        # Each request completes once, so the two queues count alike.
+        while missing := taken - words[self._complete_tail] & _U32:
+            with contextlib.suppress(InterruptedError):
+                self._call(_ENTER, self._ring_fd, 0, missing, _GETEVENTS, None, 0)
+        return taken
+
     def close(self) -> None:
+        if self._ring_fd >= 0:
+            self.wait()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close it whatever is under way: a forked child's, which is another process's as well."""
         ring_fd, self._ring_fd = self._ring_fd, -1
         if ring_fd >= 0:
             self._words.release()

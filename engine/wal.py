@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import Chain
-from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.directory import CURRENT, LOCK, typed_errors
 from lowwater.engine.pieces import Piece, cut
 from lowwater.engine.recover import inspect_directory
 from lowwater.engine.ring import Chunk, Ring
@@ -758,7 +758,7 @@ def lock_directory(files: Files, directory: str, owner: str) -> File:
     path = f"{directory}/{LOCK}"
     with typed_errors(path, "lock the log directory"):
         try:
-            return files.lock(path, owner)
+            lock = files.lock(path, owner)
         except BlockingIOError as error:
             file = files.open(path)
             holder = file.read_at(0, 256).decode(errors="replace").strip()
@@ -767,6 +767,12 @@ def lock_directory(files: Files, directory: str, owner: str) -> File:
                 f"this log is open already: {holder}" if holder else "this log is open already",
                 path=directory,
             ) from error
+        try:
+            files.settle(f"{directory}/{CURRENT}")
+        except BaseException:
+            lock.close()
+            raise
+        return lock
 
 
 def _empty_piece(chain: Chain) -> Piece:
