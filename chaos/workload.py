@@ -255,7 +255,7 @@ def script_of_runs(machine: Machine) -> None:
     m = machine
     m.open()
     m.append(m.put(20))
-    for count in (2, 9, 30):
+    for count in (2, 14):
         for number in range(count):
             m.submit(m.put(100 + 97 * number % 700))
         m.step()
@@ -263,16 +263,16 @@ def script_of_runs(machine: Machine) -> None:
         m.step()
         m.append(m.put(300))  # by the caller, what is left of the others before it
     m.idle(1.5)
-    for number in range(12):
+    for number in range(6):
         m.append_in_memory(m.put(50 * number), m.put(5))
         m.submit(m.put(400), m.put(401))
     m.idle()
     m.close()
     m.open()
-    for _ in range(20):
+    for _ in range(8):
         m.submit(m.put(450))
     m.step()
-    m.submit(m.put(5000))  # more than a batch by itself
+    m.submit(m.put(1200))  # more than a batch by itself
     m.idle()
     m.sync()
 
