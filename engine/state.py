@@ -779,18 +779,19 @@ class State:
     ) -> Iterator[Object]:
         """The live objects from `low` to below `high`, in order, as of `at` (which is pinned), else as they
         are when the scan comes by; with what the transaction `viewer` has written."""
-        seq = format.SEQ_MAX if at is None else at
-        return chain.from_iterable(self._scan_pages(bucket, low, high, seq, reader, viewer))
+        return chain.from_iterable(self.scan_lists(bucket, low, high, at, reader, viewer))
 
-    def _scan_pages(
+    def scan_lists(
         self,
         bucket: str,
         low: bytes,
         high: bytes | None,
-        seq: int,
-        reader: PlaceReader | None,
-        viewer: int,
+        at: int | None = None,
+        reader: PlaceReader | None = None,
+        viewer: int = 0,
     ) -> Iterator[list[Object]]:
+        """The same, a list for each page."""
+        seq = format.SEQ_MAX if at is None else at
         skip = 1 + len(bucket.encode())
         position: bytes | None = low
         while position is not None:
@@ -821,7 +822,9 @@ class State:
         if page is None:
             rows: list[Object] = []
         else:
-            rows = self._rows_between(page, bucket, skip, low, end, seq, overlay, reader)
+            # Where another page follows, all of this one lies below its key.
+            stop = end if following is None else None
+            rows = self._rows_between(page, bucket, skip, low, stop, seq, overlay, reader)
         if overlay:
             for key, records in overlay.items():
                 found = self._overlaid(key, records, page, bucket, key[skip:].decode(), seq, reader)
@@ -914,6 +917,8 @@ class State:
         page = None
         if index >= 0:
             page = self._page_at(layout, index)
+            if layout.pages[index] is None:
+                self.clean.add_to_room(layout, index, page)
         return place, page, end, following
 
     def _overlaid(
