@@ -305,6 +305,34 @@ class Page:
             index = tags.find(tag, index + 1)
         return -1
 
+    def newest(self, key: bytes) -> Row | None:
+        """The newest version of `key`: `find` and `row` in one, for the page that is read again and again."""
+        data = self._data
+        if data is None or (tags := self._tags) is None:
+            index = self.find(key)
+            return None if index < 0 else self.row(index)
+        value_ends, _, keys_at, metadata_at, values_at, _ = self._sections
+        ends = self._key_ends
+        assert ends is not None, "tags come after the ends of the keys"
+        tag = hash(key) & 255
+        index = tags.find(tag)
+        while index >= 0 and data[keys_at + (ends[index - 1] if index else 0) : keys_at + ends[index]] != key:
+            index = tags.find(tag, index + 1)
+        if index < 0:
+            return None
+        if metadata_at != values_at or self._row_ends is not None or not index:
+            return self.row(index if self._row_ends is None or not index else self._row_ends[index - 1])
+        start, end = _unpack_two(data, value_ends + 4 * index - 4)
+        count = self._row_count
+        at = HEADER_BYTES + 8 * index
+        return (
+            _unpack_u64(data, at)[0],
+            _unpack_u64(data, at + 8 * count)[0],
+            data[keys_at - count + index],
+            b"",
+            data[values_at + start : values_at + end],
+        )
+
     def _find_first(self, key: bytes, data: bytes) -> int:
         """`find` where it may be the only time."""
         if self._key_ends is not None:

@@ -508,16 +508,32 @@ class State:
                     if place.epoch != epoch:
                         continue
                     raise
-                found = None if page is None else self._row_of(page, page.find(key), bucket, name, reader)
-                if found is _UNSTAMPED:
-                    return self._newest_resolved(key, bucket, name, reader)
+                row = None if page is None else page.newest(key)
+                if row is None:
+                    found = None
+                else:
+                    seq, time_us, flags, metadata, value = row
+                    if not flags and not metadata:
+                        found = _new(Object, (bucket, name, value, None, seq, time_us))
+                    elif flags & UNSTAMPED:
+                        return self._newest_resolved(key, bucket, name, reader)
+                    else:
+                        found = self._object_of_row(*row, bucket, name, reader)
             if place.epoch != epoch:
                 continue
             if found is None:
                 return None, 0
-            if found.seq <= durable_seq and len(found.value) <= self.inline_bytes_max:
-                self._keep_ready(key, found, place, epoch, changed)
-            return found, found.seq
+            seq = found.seq
+            if seq <= durable_seq and len(found.value) <= self.inline_bytes_max:
+                # What was asked for once may never be again. Losing one of these to a race costs nothing.
+                asked_for = self._asked_for
+                if key in asked_for:
+                    self._keep_ready(key, found, place, epoch, changed)
+                else:
+                    if len(asked_for) >= self._asked_for_max:
+                        asked_for.clear()
+                    asked_for.add(key)
+            return found, seq
 
     def _newest_resolved(
         self, key: bytes, bucket: str, name: str, reader: PlaceReader | None
@@ -555,13 +571,6 @@ class State:
     ) -> None:
         """Who changes the key takes it out of here afterwards, with the lock; who was faster than us is seen.
         Without the lock others could find it here before we have looked."""
-        # What was asked for once may never be again. Losing one of these to a race costs nothing.
-        asked_for = self._asked_for
-        if key not in asked_for:
-            if len(asked_for) >= self._asked_for_max:
-                asked_for.clear()
-            asked_for.add(key)
-            return
         if not self.lock.acquire(blocking=False):
             return
         try:
@@ -619,7 +628,7 @@ class State:
 
     def _page_of(self, place: Range, key: bytes) -> Page | None:
         layout = place.layout
-        index = layout.index(key)
+        index = bisect_right(layout.keys, key) - 1
         if index < 0:
             return None
         page = layout.pages[index]
