@@ -234,7 +234,7 @@ class Page:
     @property
     def is_plain(self) -> bool:
         """Whether all values are here, besides."""
-        return self.has_mere_puts and not any(self.flags)
+        return self.has_mere_puts and not self.flags.strip(b"\0")
 
     def bounds(self, low: bytes, high: bytes | None) -> tuple[int, int]:
         """The rows of the keys from `low` to below `high`: the first one, and the one after the last."""
