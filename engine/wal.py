@@ -37,7 +37,7 @@ from lowwater.engine.pieces import Piece, cut
 from lowwater.engine.recover import inspect_directory
 from lowwater.engine.ring import Chunk, Ring
 from lowwater.engine.seams import Clock, File, Files, Runner, SyncMode
-from lowwater.engine.store import SegmentStore
+from lowwater.engine.store import Batch, SegmentStore
 from lowwater.engine.tickets import (
     AppendFuture,
     RoomWaiter,
@@ -589,22 +589,25 @@ class Wal:
                 append_count += piece.frame_count > 0
                 if piece.owner is not None:
                     tickets.append(piece.owner)
-        data = b""
+        size = 0
+        batches: list[Batch] = []
         if frame_count:
             # What a sync waits behind has no frames.
             pieces = [piece for piece in run if piece.frame_count] if len(run) > 1 else run
             last = pieces[-1]
-            data = self.store.write(pieces, self.options.batch_bytes_max)
+            batches = self.store.write(pieces, self.options.batch_bytes_max)
+            size = sum([len(batch.data) for batch in batches])
         with self.lock:
             if frame_count:
-                self.store.publish(data)
+                self.store.publish(batches)
                 self.durable_seq = last.seq_last
                 self.durable_time_us = last.time_us
-                chunk = Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), True)
-                self.ring.append(chunk, frame_count)
+                for parts, data in batches:
+                    chunk = Chunk(parts[0].seq_before, parts[-1].seq_last, data, 0, len(data), True)
+                    self.ring.append(chunk, sum([piece.frame_count for piece in parts]))
                 if self.followers:
                     self.durable_changed.notify_all()
-            self._queued_bytes -= len(data) + APPEND_OVERHEAD_BYTES * append_count
+            self._queued_bytes -= size + APPEND_OVERHEAD_BYTES * append_count
             assert self._queued_bytes >= 0
             self._in_flight = []
             self._settling = tickets
@@ -619,7 +622,7 @@ class Wal:
         metrics = self._metrics
         if metrics is not None:
             store = self.store
-            metrics.batches_written(store.syncs, frame_count, len(data), store.sync_s)
+            metrics.batches_written(len(batches), frame_count, size, store.sync_s)
             synced_at_s = store.synced_at_s
             metrics.appends_durable([synced_at_s - ticket.started_s for ticket in tickets])
             metrics.rotations += last.ends_segment
