@@ -772,6 +772,8 @@ class State:
 
     def view_of(self, place: Range, key: bytes) -> View | None:
         """With the lock: the same for the page that this key belongs to."""
+        if not self.transactions.rows:
+            return None
         index = place.layout.index(key)
         return self.view(place, place.layout.keys[index] if index >= 0 else None)
 

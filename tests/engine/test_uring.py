@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from lowwater.engine.real import RealFiles, SequentialFile
+from lowwater.engine.entries import Put
+from lowwater.engine.log import Log, Seams
+from lowwater.engine.real import RealFile, RealFiles, SequentialFile
 from lowwater.engine.seams import write_all
 from lowwater.engine.uring import Ring
 
@@ -308,6 +310,45 @@ def _wait_of(pid: int) -> str:
     """What a process waits for in the kernel."""
     number = Path(f"/proc/{pid}/syscall").read_text().split()[0]
     return "io_uring" if number == "426" else ""
+
+
+class Recording(RealFiles):
+    """What was done with which file, in this order."""
+
+    def __init__(self, interrupted: bool) -> None:
+        self.interrupted = interrupted
+        self.calls: list[tuple[str, str]] = []
+
+    def lock(self, path: str, owner: str) -> RealFile:
+        self.calls.append(("lock", os.path.basename(path)))
+        return super().lock(path, owner)
+
+    def settle(self, path: str) -> None:
+        self.calls.append(("settle", os.path.basename(path)))
+        if self.interrupted:
+            raise KeyboardInterrupt
+        super().settle(path)
+
+    def open(
+        self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
+    ) -> RealFile:
+        self.calls.append(("open", os.path.basename(path)))
+        return super().open(path, write=write, create=create, sequential=sequential)
+
+
+def test_opening_a_log_waits_between_the_lock_and_the_first_look(tmp_path: Path) -> None:
+    """Earlier another process may begin writes, later they would be missed. Ctrl-C ends the wait, and leaves
+    no lock."""
+    with Log.open(str(tmp_path / "log")) as log:
+        log.append(Put("b", "k", b"v"))
+    for interrupted in (True, False):
+        files = Recording(interrupted)
+        try:
+            Log.open(str(tmp_path / "log"), seams=Seams(files=files)).close()
+        except KeyboardInterrupt:
+            assert interrupted
+        assert files.calls[:2] == [("lock", "lock"), ("settle", "current.log")]
+        assert (len(files.calls) == 2) == interrupted
 
 
 # ---------------------------------------------------------------------------- signals
