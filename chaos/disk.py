@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.survival import Change, Survival, apply_change, lose_power, surviving_names
-from lowwater.engine.seams import SyncMode
+from lowwater.engine.seams import SyncMode, write_in_turn
 
 MutatingKind = Literal[
     "create",
@@ -179,6 +179,9 @@ class FaultyFile:
         count = self._files.perform("write", self._path, effect, offset=offset, data=data, life=self._life)
         self.sync(sync)
         return count
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
 
     def _as_written(self, offset: int, data: bytes, *, whole: bool) -> Change:
         """What a write puts on the disk: of a sequential file whole blocks, what stands before the data in
@@ -347,6 +350,9 @@ class FaultyFiles:
             self._unsynced_names = later[::-1]
 
         self.perform("sync_directory", directory, effect)
+
+    def settle(self, path: str) -> None:
+        """No write here outlives its program."""
 
     def lock(self, path: str, owner: str) -> FaultyFile:
         def effect(_: Fault) -> FaultyFile:

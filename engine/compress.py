@@ -26,7 +26,7 @@ from blake3 import blake3
 from lowwater.engine.directory import read_trailer, segment_name, typed_errors
 from lowwater.engine.format import BLOCK_BYTES_MAX, HEADER_BYTES, HEADER_MAGIC, SegmentHeader
 from lowwater.engine.scan import READ_BYTES
-from lowwater.engine.seams import File, Files, SyncMode
+from lowwater.engine.seams import File, Files, SyncMode, write_in_turn
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -163,6 +163,9 @@ class CompressedSegment:
 
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
 
     def sync(self, mode: SyncMode) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))

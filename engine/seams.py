@@ -66,6 +66,11 @@ class File(Protocol):
         loss once this returns; it says nothing of other writes to the file."""
         ...
 
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        """Write the parts one after the other, each whole, and with a sync mode synced before the next one
+        begins. After an error those before it are in the file, and of the others it is not known."""
+        ...
+
     def sync(self, mode: SyncMode) -> None:
         """What was written to this file survives a power loss once this returns.
         After it has raised, nothing is known of what was written since the last one that returned."""
@@ -118,6 +123,11 @@ class Files(Protocol):
         ends. BlockingIOError where somebody else has it."""
         ...
 
+    def settle(self, path: str) -> None:
+        """Return once no write to the file is under way that was begun by a process which has ended since.
+        Who has the lock calls this before it reads. No error where there is no such file."""
+        ...
+
 
 def write_all(file: File, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> None:
     """Write every byte of the buffers at `offset`, whatever number of calls that takes."""
@@ -130,3 +140,10 @@ def write_all(file: File, offset: int, buffers: Sequence[bytes], sync: SyncMode 
         count = file.write_at(offset + written, [bytes(rest[written:])], sync)
         assert count > 0, "a file system took no bytes and raised no error"
         written += count
+
+
+def write_in_turn(file: File, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+    """`write_each`, by a call for each."""
+    for part in parts:
+        write_all(file, offset, [part], sync)
+        offset += len(part)

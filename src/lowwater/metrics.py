@@ -44,9 +44,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.sum += seconds * times
 
     def family(self, name: str, documentation: str) -> Metric:
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
@@ -92,11 +92,11 @@ class LogMetrics(Collector):
         self._cache_bytes = cache_bytes
         self._queue_bytes = queue_bytes
 
-    def batch_written(self, frames: int, size: int, seconds: float) -> None:
-        """One group commit."""
+    def batches_written(self, count: int, frames: int, size: int, seconds: float) -> None:
+        """Group commits that went to the disk in one call."""
         self.frames_written += frames
         self.bytes_written += size
-        self.commit_duration.observe(seconds)
+        self.commit_duration.observe(seconds / count, count)
 
     def appends_durable(self, latencies_s: Sequence[float]) -> None:
         """The appends that one group commit made durable, and how long each had waited."""
