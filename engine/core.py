@@ -27,6 +27,8 @@ from lowwater.engine.flush import Flusher
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
+from lowwater.engine.merge_aside import CHANGES_MIN, Aside, Merger
+from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.moments import require_seq
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
@@ -68,6 +70,9 @@ class EngineOptions:
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
+    # Whether pages are made by another process, where a range has so many changes.
+    merge_worker: bool = True
+    merge_changes_min: int = CHANGES_MIN
     versions: VersionPolicy = KEEP_AS_IT_IS
     # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
     checkpoint_entry_interval_s: float | None = None
@@ -78,6 +83,13 @@ class EngineOptions:
             raise InputError(
                 f"engine.pool_bytes_max is {self.pool_bytes_max:,}", hint="give 1 MiB or more, say 256 MiB"
             )
+
+
+def new_merger(options: EngineOptions, seams: Seams) -> Merger | None:
+    """Who merges besides this process. A simulation has nobody: all of it happens in one thread."""
+    if options.merge_worker and seams.runner.has_processes:
+        return MergeProcess()
+    return None
 
 
 class Core:
@@ -120,8 +132,13 @@ class Core:
         self._stepping = threading.Lock()
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
+        self._merger = new_merger(options, seams)
         self._flusher = Flusher(
-            state, identity=identity_of(meta), make_durable=self._make_durable, measured=self.measured
+            state,
+            identity=identity_of(meta),
+            make_durable=self._make_durable,
+            measured=self.measured,
+            aside=Aside(self._merger, state, changes_min=options.merge_changes_min) if self._merger else None,
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
@@ -145,6 +162,8 @@ class Core:
         try:
             self.redone = self._redo(meta.redo_seq, progress)
         except BaseException:
+            if self._merger is not None:
+                self._merger.close()
             log.registry.unregister(self._metrics)
             raise
         state.applied = max(state.applied, log.seq_durable)
@@ -496,6 +515,8 @@ class Core:
                 self._state.limit_clean()
                 self._flusher.flush_all()
         finally:
+            if self._merger is not None:
+                self._merger.close()
             with self._state.lock:
                 self._closed = True
             self.registry.unregister(self._metrics)

@@ -25,9 +25,12 @@ from lowwater.engine.due import as_stored
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.keeping import limited
 from lowwater.engine.measure import Measured
-from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge, merge_puts, page_key, stored_page
+from lowwater.engine.merge_aside import Aside
+from lowwater.engine.merge_messages import Part
+from lowwater.engine.merging import Merged, Rules, merge_changes
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, page_key, stored_page
 from lowwater.engine.ranges import Layout, Range, Records
-from lowwater.engine.records import PageVersion, page_version, put_columns
+from lowwater.engine.records import PageVersion, page_version
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
 from lowwater.engine.transaction_table import (
     TABLE_KEY,
@@ -84,10 +87,12 @@ class Flusher:
         identity: dict[str, object],
         make_durable: Callable[[int], None],
         measured: Measured,
+        aside: Aside | None = None,
     ) -> None:
         """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
-        there."""
+        there. `aside` merges what is worth it elsewhere."""
         self._state = state
+        self._aside = aside
         self._measured = measured
         self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 8))
         self.identity = identity
@@ -315,21 +320,56 @@ class Flusher:
         deletes: list[bytes],
     ) -> Generator[None, None, Layout]:
         """The layout of a range with what is frozen merged into its pages."""
+        before = each.layout
+        parts = yield from self._merged_aside(each, frozen_seq, kept)
+        keys: list[bytes] = []
+        pages: list[Page | None] = []
+        passed = 0  # pages that have gone into the new layout, or what has become of them
+        for part in parts if parts is not None else self._merged_here(each, frozen_seq, kept):
+            yield
+            if part is None:
+                continue
+            index, made = part
+            keys += before.keys[passed : max(index, 0)]
+            pages += before.pages[passed : max(index, 0)]
+            passed = index + 1
+            if index >= 0 and not (made and made[0][0] == before.keys[index]):
+                low = before.keys[index]
+                page = before.pages[index] or self._state.fetch(before, index)
+                seq = max(frozen_seq, page.seq)
+                if self._joins(each, before, keys, pages, seq):
+                    deletes.append(low)
+                    if keys:
+                        self._age(before, keys, pages, frozen_seq, puts)
+                else:
+                    made.insert(0, _made(low, _placeholder(low, seq)))
+            for key, data, page in made:
+                keys.append(key)
+                pages.append(page)
+                puts.append((key, data))
+        return Layout(keys + before.keys[passed:], pages + before.pages[passed:])
+
+    def _merged_aside(
+        self, each: Range, frozen_seq: int, kept: Kept
+    ) -> Generator[None, None, list[Part] | None]:
+        """What becomes of the pages of a range, by another process; None where it does not do that."""
+        aside = self._aside
+        if aside is None or self._view or kept.per_key_max is not None or not aside.takes(each):
+            return None
+        return (yield from aside.merge(each, frozen_seq, kept.floor, self._unstored))
+
+    def _merged_here(self, each: Range, frozen_seq: int, kept: Kept) -> Iterator[Part | None]:
+        """What becomes of the pages of a range that have changed, in order; None when others may run."""
         state = self._state
         before = each.layout
         assert each.frozen is not None
         all_changed = yield from _sorted(each.frozen)
         ends = [*(bisect_left(all_changed, key) for key in before.keys), len(all_changed)]
         start = 0
-        keys: list[bytes] = []
-        pages: list[Page | None] = []
         # Below the first page there is none: it was empty once, or never was.
         for index, end in enumerate(ends, -1):
             changed, start = all_changed[start:end], end
             if not changed and not (index >= 0 and before.keys[index] in self._ended):
-                if index >= 0:
-                    keys.append(before.keys[index])
-                    pages.append(before.pages[index])
                 continue
             low = each.low
             page = None
@@ -337,67 +377,42 @@ class Flusher:
                 low = before.keys[index]
                 page = before.pages[index] or state.fetch(before, index)
             merged = yield from self._merge_page(each, page, low, changed, frozen_seq, kept)
-            if page is not None and not (merged and merged[0][0] == low):
-                seq = max(frozen_seq, page.seq)
-                if self._joins(each, before, keys, pages, seq):
-                    deletes.append(low)
-                    if keys:
-                        self._age(before, keys, pages, frozen_seq, puts)
-                else:
-                    merged.insert(0, (low, _placeholder(low, seq)))
+            made: list[tuple[bytes, bytes, Page]] = []
             for number, (key, result) in enumerate(merged):
-                data = encode_page(result, key)
-                keys.append(key)
-                pages.append(stored_page(data))
-                puts.append((key, data))
+                made.append(_made(key, result))
                 if number % 4 == 3:
-                    yield
-            yield
-        return Layout(keys, pages)
+                    yield None
+            yield index, made
 
     def _merge_page(
         self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, kept: Kept
-    ) -> Generator[None, None, list[tuple[bytes, Page]]]:
-        """What becomes of one page. Many changes go in by parts, in order: the last page that a part leaves
-        is where the next part goes, still with the seq of the page that it was."""
-        done: list[tuple[bytes, Page]] = []
+    ) -> Generator[None, None, Merged]:
+        """What becomes of one page."""
         if page is not None and self._view:
             page = settle_page(page, self._view, frozen_seq)
-        seq_held = 0 if page is None else page.seq
-        boundaries, inline_bytes_max = self._state.boundaries, self._state.inline_bytes_max
+        state = self._state
+        per_key_max = kept.per_key_max
+
+        def limit(merged: Merged) -> Merged:
+            assert per_key_max is not None
+            return [(key, limited(found, per_key_max, kept.needed)) for key, found in merged]
+
         assert each.frozen is not None
-        by_column = not each.frozen_older and each.frozen_rec_seq > seq_held and frozen_seq <= kept.floor
-        for start in range(0, max(1, len(changed)), MERGED_AT_ONCE):
-            part = changed[start : start + MERGED_AT_ONCE]
-            if (
-                by_column
-                and part
-                and each.frozen_odd.isdisjoint(part)
-                and (page is None or page.has_mere_puts)
-            ):
-                columns = put_columns(part, [*map(each.frozen.__getitem__, part)], inline_bytes_max)
-                merged = merge_puts(page, low, part, columns, frozen_seq=frozen_seq, boundaries=boundaries)
-            else:
-                merged = merge(
-                    page,
-                    low,
-                    list(self._versions(each, part, frozen_seq)),
-                    frozen_seq=frozen_seq,
-                    floor=kept.floor,
-                    boundaries=boundaries,
-                )
-                if kept.per_key_max is not None:
-                    merged = [(key, limited(found, kept.per_key_max, kept.needed)) for key, found in merged]
-            if start + len(part) == len(changed):
-                return done + merged
-            if merged:
-                low, page = merged.pop()
-                page.seq = seq_held
-                done += merged
-            else:
-                page = Page(seq_held, [], array("Q"), array("Q"), bytearray(), [], [])
-            yield
-        raise AssertionError("a page without changes is not merged")
+        return (
+            yield from merge_changes(
+                page,
+                low,
+                changed,
+                each.frozen,
+                rules=Rules(frozen_seq, kept.floor, state.inline_bytes_max, state.boundaries),
+                rec_seq=each.frozen_rec_seq,
+                odd=each.frozen_odd,
+                has_older=bool(each.frozen_older),
+                versions=lambda part: list(self._versions(each, part, frozen_seq)),
+                after=None if per_key_max is None else limit,
+                at_once=MERGED_AT_ONCE,
+            )
+        )
 
     def _joins(
         self, each: Range, before: Layout, keys: list[bytes], pages: list[Page | None], seq: int
@@ -540,6 +555,12 @@ def _sorted(records: Records) -> Generator[None, None, list[bytes]]:
         yield
     keys.sort()
     return keys
+
+
+def _made(key: bytes, page: Page) -> tuple[bytes, bytes, Page]:
+    """A page that is to be stored: its page key, its bytes, and the page as whose bytes it is kept."""
+    data = encode_page(page, key)
+    return key, data, stored_page(data)
 
 
 def _placeholder(low: bytes, seq: int) -> Page:

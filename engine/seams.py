@@ -50,6 +50,9 @@ class Task(Protocol):
 class Runner(Protocol):
     """Calls background steps."""
 
+    has_processes: bool
+    """Whether there may be other processes besides: in a simulation nothing happens that it does not call."""
+
     def start(self, name: str, step: Step) -> Task: ...
 
 
