@@ -234,10 +234,7 @@ class Database(Reading):
                 size: _pack_fixed(Kind.PUT, 0, len(bucket_name), size, 0, time_us, 0) + bucket_name
                 for size in set(sizes)
             }
-            return [
-                head + name + value
-                for head, name, value in zip(map(heads.__getitem__, sizes), names, values, strict=True)
-            ]
+            return list(map(b"".join, zip(map(heads.__getitem__, sizes), names, values, strict=True)))
 
         keys = [prefix + name for name in names]
         return self._write(encode, keys, timeout_s, self._bucket_check(bucket))

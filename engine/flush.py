@@ -60,6 +60,7 @@ PARTS_MAX = 8
 # How many changed keys are sorted, and merged, and sessions encoded, before others may run.
 SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
+LET_GO_AT_ONCE = 1024
 SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
@@ -249,7 +250,7 @@ class Flusher:
         del puts
         yield
         for each, layout in zip(group, layouts, strict=True):
-            freed_bytes += self._let_go(each, layout)
+            freed_bytes += yield from self._let_go(each, layout)
             yield
         self._trimmer.freed(freed_bytes)
         state.limit_clean()
@@ -463,21 +464,31 @@ class Flusher:
                     continue
             yield key, versions
 
-    def _let_go(self, each: Range, layout: Layout) -> int:
+    def _let_go(self, each: Range, layout: Layout) -> Generator[None, None, int]:
         """The pages are durable: changes leave memory, and so do pages that nobody reads. Returns how many
         bytes the changes took."""
         state = self._state
-        assert each.frozen is not None
-        freed = sum(
-            sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records)
-            for records in (each.frozen.values(), *each.frozen_older.values())
-        )
+        frozen = each.frozen
+        assert frozen is not None
+        freed = 0
+        for records in (frozen.values(), *each.frozen_older.values()):
+            remaining = iter(records)
+            while sizes := [*map(len, islice(remaining, LET_GO_AT_ONCE))]:
+                freed += sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes)
+                if len(sizes) == LET_GO_AT_ONCE:
+                    yield
         with state.lock:
             each.thaw()
             state.dirty_bytes -= freed
             state.clean.adopt(layout)
             if len(layout.keys) > 2 * RANGE_PAGES:
                 self._divide(each)
+        # Thousands of small objects take as long to free as to make. Who still reads here looks again: the
+        # range's epoch has risen.
+        while frozen:
+            for _ in range(min(LET_GO_AT_ONCE, len(frozen))):
+                frozen.popitem()
+            yield
         return freed
 
     def _divide(self, each: Range) -> None:

@@ -96,10 +96,10 @@ def write_parts(fd: int, offset: int, parts: Sequence[bytes]) -> int:
     """Write all of them into the shared memory, one after the other. Where they end."""
     for start in range(0, len(parts), PARTS_AT_ONCE):
         some = parts[start : start + PARTS_AT_ONCE]
-        size = sum(map(len, some))
-        if os.pwritev(fd, some, offset) != size:
+        written = os.pwritev(fd, some, offset)
+        if written != sum(map(len, some)):
             raise OSError(errno.ENOSPC, "the shared memory took less than it was given")
-        offset += size
+        offset += written
     return offset
 
 

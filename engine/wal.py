@@ -221,12 +221,12 @@ class Wal:
 
     def order(self, build: Build, *, timeout_s: float | None = None) -> tuple[Ticket, list[Piece]]:
         """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
-        until then nobody need be writing them."""
+        until then nobody need be writing them. The pieces are for who wants each frame."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
-                pieces = self._enqueue(build, ticket, timeout_s)
+                pieces = self._enqueue(build, ticket, timeout_s, by_frame=True)
         except BaseException:
             self._abandon(ticket)
             raise
@@ -373,7 +373,9 @@ class Wal:
         if self._closing or self._ended:
             raise Closed("the log is closed", path=self.directory)
 
-    def _enqueue(self, build: Build, ticket: Ticket | None, timeout_s: float | None) -> list[Piece]:
+    def _enqueue(
+        self, build: Build, ticket: Ticket | None, timeout_s: float | None, *, by_frame: bool = False
+    ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
         while True:
@@ -393,7 +395,12 @@ class Wal:
                 seq_first = self._chain.seq_last + 1
                 seqs = range(seq_first, seq_first + len(payloads))
             pieces, chain = cut(
-                self._chain, seqs, payloads, sizes, batch_bytes_max=self.options.batch_bytes_max
+                self._chain,
+                seqs,
+                payloads,
+                sizes,
+                batch_bytes_max=self.options.batch_bytes_max,
+                by_frame=by_frame,
             )
             size = sum([len(piece.data) for piece in pieces]) + APPEND_OVERHEAD_BYTES
             if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:
