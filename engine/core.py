@@ -27,7 +27,7 @@ from lowwater.engine.flush import Flusher
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
-from lowwater.engine.merge_aside import CHANGES_MIN, Aside, Merger
+from lowwater.engine.merge_aside import Aside, Merger
 from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.moments import require_seq
 from lowwater.engine.pages import Boundaries
@@ -70,9 +70,8 @@ class EngineOptions:
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
-    # Whether pages are made by another process, where a range has so many changes.
+    # Whether another process may make pages of many changes.
     merge_worker: bool = True
-    merge_changes_min: int = CHANGES_MIN
     versions: VersionPolicy = KEEP_AS_IT_IS
     # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
     checkpoint_entry_interval_s: float | None = None
@@ -86,7 +85,7 @@ class EngineOptions:
 
 
 def new_merger(options: EngineOptions, seams: Seams) -> Merger | None:
-    """Who merges besides this process. A simulation has nobody: all of it happens in one thread."""
+    """Who merges besides this process. In a simulation nobody does."""
     if options.merge_worker and seams.runner.has_processes:
         return MergeProcess()
     return None
@@ -138,7 +137,7 @@ class Core:
             identity=identity_of(meta),
             make_durable=self._make_durable,
             measured=self.measured,
-            aside=Aside(self._merger, state, changes_min=options.merge_changes_min) if self._merger else None,
+            aside=Aside(self._merger, state) if self._merger is not None else None,
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)

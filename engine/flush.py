@@ -93,7 +93,7 @@ class Flusher:
         """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
         there. `aside` merges what is worth it elsewhere."""
         self._state = state
-        self._aside = aside
+        self.aside = aside
         self._measured = measured
         self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 8))
         self.identity = identity
@@ -354,7 +354,7 @@ class Flusher:
         self, each: Range, frozen_seq: int, kept: Kept
     ) -> Generator[None, None, list[Part] | None]:
         """What becomes of the pages of a range, by another process; None where it does not do that."""
-        aside = self._aside
+        aside = self.aside
         if aside is None or self._view or kept.per_key_max is not None or not aside.takes(each):
             return None
         return (yield from aside.merge(each, frozen_seq, kept.floor, self._unstored))

@@ -20,9 +20,10 @@ from lowwater.errors import LowwaterError
 # A range with fewer changes is not worth it, nor one with fewer for each of its pages: all of them go.
 CHANGES_MIN = 512
 CHANGES_A_PAGE_MIN = 2
-# What goes to the worker at once, as a share of the pool and at most. It has it three times over.
+# What goes to the worker at once: a share of the pool, but not more, nor less. It has it three times over.
 BYTES_SHARE = 8
 BYTES_MAX = 32 * 2**20
+BYTES_MIN = 2 * 2**20
 # How many records and pages are handed over before others may run.
 RECORDS_AT_ONCE = 1024
 PAGES_AT_ONCE = 16
@@ -42,21 +43,29 @@ class Merger(Protocol):
         """The answer to what was put: header and body."""
         ...
 
-    def succeeded(self) -> None: ...
-    def failed(self, error: Exception) -> NoAnswer: ...
-    def rest(self) -> None: ...
+    def succeeded(self) -> None:
+        """The answer was good."""
+        ...
+
+    def failed(self, error: Exception) -> NoAnswer:
+        """The answer was none."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is asked for now."""
+        ...
+
     def close(self) -> None: ...
 
 
 class Aside:
     """What a flusher has merged by others."""
 
-    def __init__(self, merger: Merger, state: State, *, changes_min: int) -> None:
+    def __init__(self, merger: Merger, state: State) -> None:
         self.merger = merger
         self._state = state
-        self._changes_min = changes_min
-        self._bytes_max = min(BYTES_MAX, state.pool_bytes_max // BYTES_SHARE)
-        self.pages = 0
+        self._bytes_max = min(BYTES_MAX, max(BYTES_MIN, state.pool_bytes_max // BYTES_SHARE))
+        self.pages = self.failures = 0
 
     def takes(self, each: Range) -> bool:
         """Whether the frozen changes of this range are to go there."""
@@ -66,8 +75,8 @@ class Aside:
             self.merger.is_usable
             and not each.frozen_older
             and not each.frozen_txns
-            and len(frozen) >= self._changes_min
-            and len(frozen) >= min(CHANGES_A_PAGE_MIN, self._changes_min) * len(each.layout.keys)
+            and len(frozen) >= CHANGES_MIN
+            and len(frozen) >= CHANGES_A_PAGE_MIN * len(each.layout.keys)
         )
 
     def merge(
@@ -87,9 +96,9 @@ class Aside:
                     else:
                         parts.append(part)
             except (Garbage, LowwaterError) as error:
-                self.merger.failed(error)
-                return None
+                raise self.merger.failed(error) from error
         except NoAnswer:
+            self.failures += 1
             return None
         finally:
             self.merger.rest()

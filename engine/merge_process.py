@@ -52,7 +52,6 @@ class MergeProcess:
         self._socket: socket.socket | None = None
         self._memory_fd = -1
         self._failures = 0 if can_begin() else FAILURES_MAX
-        self.ranges = self.failures = 0
         _processes.add(self)
 
     @property
@@ -82,6 +81,8 @@ class MergeProcess:
         try:
             header = self._exchange(request.pack())
             size = answer_bytes(header)
+            if size > os.fstat(self._memory_fd).st_size - request.body_bytes:
+                raise NoAnswer("an answer says that it is larger than it is")
             body = os.pread(self._memory_fd, size, request.body_bytes)
         except (OSError, RuntimeError, subprocess.SubprocessError, NoAnswer) as error:
             raise self.failed(error) from error
@@ -94,12 +95,10 @@ class MergeProcess:
     def succeeded(self) -> None:
         """The answer was good."""
         self._failures = 0
-        self.ranges += 1
 
     def failed(self, error: Exception) -> NoAnswer:
         """There was no answer, or it was none: this one is not asked again."""
         self._failures += 1
-        self.failures += 1
         self._end()
         _logger.debug(
             "merging in this process: the one for it failed",

@@ -27,8 +27,8 @@ class Piece:
     """A run of frames, ready to be written at `offset` of its segment."""
 
     __slots__ = (
-        "completes", "data", "ends_segment", "frame_count", "frames", "has_news", "offset", "owner", "positions",
-        "seq_before", "seq_first", "seq_last", "starts_segment", "time_us",
+        "completes", "data", "ends_segment", "frame_count", "frames", "has_news", "offset", "owner",
+        "positions", "seq_before", "seq_first", "seq_last", "starts_segment", "time_us",
     )  # fmt: skip
 
     def __init__(

@@ -148,6 +148,8 @@ ENGINE_COUNTERS = {
     "lowwater_pages_written_total": "Pages written to the page store.",
     "lowwater_pages_deleted_total": "Pages that were joined with the one before.",
     "lowwater_flush_groups_total": "Transactions of the page store.",
+    "lowwater_merge_worker_pages_total": "Pages that the process for it made.",
+    "lowwater_merge_worker_failures_total": "Times that it did not answer, and the engine did it by itself.",
     "lowwater_recovery_frames_total": "Frames that opening applied again.",
     "lowwater_transactions_begun_total": "Transactions begun.",
     "lowwater_transactions_committed_total": "Transactions that took effect, or had nothing to write.",
