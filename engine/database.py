@@ -106,7 +106,8 @@ class Database(Reading):
             return None, payloads
 
         self._require_writable()
-        ticket, pieces = self._wal.order(build, timeout_s=timeout_s)
+        # One call of `encode` gives all of them one time.
+        ticket, pieces = self._wal.order(build, timeout_s=timeout_s, alike=bool(keys))
         state = self._state
         try:
             seq_last = ticket.seq_last

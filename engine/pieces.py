@@ -109,16 +109,16 @@ def cut(
     sizes: list[int],
     *,
     batch_bytes_max: int,
-    by_frame: bool = False,
+    alike: bool = False,
 ) -> tuple[list[Piece], Chain]:
     """The pieces of `payloads`, whose lengths are `sizes` and whose seqs are known to rise, and the chain
-    after them. `by_frame` says that somebody will ask for each frame."""
+    after them. Those that are `alike` are puts of one time without flags, and each frame will be wanted."""
     if len(payloads) == 1 and _goes_alone(chain, payloads[0], batch_bytes_max):
         return _cut_one(chain, seqs, payloads, sizes)
     frames_bytes = sum(sizes) + FRAME_BYTES * len(sizes)
     plain = True
     # Everything before `origin`: most payloads of a batch have it in common.
-    heads = {payload[:17] for payload in payloads}
+    heads = {payload[:17] for payload in (payloads[:1] if alike else payloads)}
     times = {head[format.TIME_SLICE] for head in heads}
     if len(times) > 1 or int.from_bytes(next(iter(times)), "little") < chain.time_us:
         payloads = raise_times(payloads, chain.time_us)
@@ -136,7 +136,7 @@ def cut(
         and frames_bytes <= batch_bytes_max
         and chain.body_bytes + frames_bytes < chain.settings.segment_bytes
     ):
-        return _cut_one(chain, seqs, payloads, sizes, by_frame=by_frame)
+        return _cut_one(chain, seqs, payloads, sizes, by_frame=alike)
     return _cut_each(chain, seqs, payloads, sizes, batch_bytes_max)
 
 

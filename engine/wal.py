@@ -219,14 +219,16 @@ class Wal:
             raise
         return ticket.seq_last
 
-    def order(self, build: Build, *, timeout_s: float | None = None) -> tuple[Ticket, list[Piece]]:
+    def order(
+        self, build: Build, *, timeout_s: float | None = None, alike: bool = False
+    ) -> tuple[Ticket, list[Piece]]:
         """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
-        until then nobody need be writing them. The pieces are for who wants each frame."""
+        until then nobody need be writing them. `alike` is for `cut`."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
-                pieces = self._enqueue(build, ticket, timeout_s, by_frame=True)
+                pieces = self._enqueue(build, ticket, timeout_s, alike=alike)
         except BaseException:
             self._abandon(ticket)
             raise
@@ -374,7 +376,7 @@ class Wal:
             raise Closed("the log is closed", path=self.directory)
 
     def _enqueue(
-        self, build: Build, ticket: Ticket | None, timeout_s: float | None, *, by_frame: bool = False
+        self, build: Build, ticket: Ticket | None, timeout_s: float | None, *, alike: bool = False
     ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
@@ -400,7 +402,7 @@ class Wal:
                 payloads,
                 sizes,
                 batch_bytes_max=self.options.batch_bytes_max,
-                by_frame=by_frame,
+                alike=alike,
             )
             size = sum([len(piece.data) for piece in pieces]) + APPEND_OVERHEAD_BYTES
             if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:
