@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator
-from itertools import islice, pairwise
+from itertools import islice, pairwise, repeat
 from typing import NamedTuple
 
 import cbor2
@@ -28,7 +28,7 @@ from lowwater.engine.measure import Measured
 from lowwater.engine.merge_aside import Aside
 from lowwater.engine.merge_messages import Part
 from lowwater.engine.merging import Merged, Rules, merge_changes
-from lowwater.engine.pages import TOMBSTONE, Page, encode_page, page_key, stored_page
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_page
 from lowwater.engine.ranges import Layout, Range, Records
 from lowwater.engine.records import PageVersion, page_version
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
@@ -55,8 +55,8 @@ GROUP_SHARE = 16
 # When transactions have written so much that ended since, their pages are stamped.
 SWEEP_ABOVE_BYTES = 4 * 2**20
 # What a range without pages is divided by: so many of its keys, into at most so many parts.
-SAMPLED_KEYS = 1024
-PARTS_MAX = 8
+SAMPLED_KEYS = 4096
+PARTS_MAX = 32
 # How many changed keys are sorted, and merged, and sessions encoded, before others may run.
 SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
@@ -512,8 +512,7 @@ class Flusher:
         to the store with the first others: or a page before it would claim the part's keys."""
         every = len(each.dirty) // SAMPLED_KEYS + 1
         sample = sorted(islice(each.dirty, 0, None, every))
-        is_boundary = self._state.boundaries.is_boundary
-        lows = sorted({page_key(key) for key in sample if is_boundary(key)} - {each.low})
+        lows = sorted({*self._state.boundaries.cuts(sample)} - {each.low})
         lows = [each.low, *lows[:: len(lows) // PARTS_MAX + 1]]
         if len(lows) > 1 and lows[1] > each.low:
             self._unstored.update((low, _placeholder(low, 0)) for low in lows[1:])
@@ -523,8 +522,11 @@ class Flusher:
     def _replace(self, each: Range, parts: list[Range]) -> None:
         """With the lock: a range by several, which get its changes."""
         lows = [part.low for part in parts]
-        for key, record in each.dirty.items():
-            parts[bisect_right(lows, key) - 1].dirty[key] = record
+        # Writers wait for this.
+        places = [part.dirty for part in parts]
+        found = map(bisect_right, repeat(lows), each.dirty)
+        for number, (key, record) in zip(found, each.dirty.items(), strict=True):
+            places[number - 1][key] = record
         for key, records in each.older.items():
             parts[bisect_right(lows, key) - 1].older[key] = records
         for key in each.odd:

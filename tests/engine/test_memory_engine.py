@@ -22,8 +22,8 @@ CACHE_BYTES = 4 * MIB
 # The interpreter with its modules and the log's buffers have 36 MiB of it. The rest is for one group of a
 # flush, and for what Python's allocator cannot give back.
 FIXED_BYTES = 64 * MIB
-# The interpreter with the modules that it needs, and what it is given at once: an eighth of the pool, which it
-# has as that, as changes and pages, and as what becomes of them.
+# The interpreter with the modules that it needs, and what it is given at once: an eighth of the pool, which
+# it has as that, as changes and pages, and as what becomes of them.
 WORKER_BYTES = 16 * MIB + POOL_BYTES * 3 // 8
 
 # One phase of a life, with the highest anonymous memory meanwhile.
@@ -50,7 +50,7 @@ def sizes(pid):
                 yield name, int(size.split()[0]) * 1024
 
 def worker_bytes():
-    """What it has, and what lies between the two."""
+    # What it has, and what lies between the two.
     merger = db._merger if db is not None else None
     if merger is None or merger.pid is None:
         return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -19,10 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from lowwater.engine import core, flush, merge_aside, merge_process
+from lowwater.engine import core, merge_aside, merge_process
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
-from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.merge_messages import ANSWER, NoAnswer
 from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.opening import open_with
@@ -380,7 +378,9 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_it_ends_with_a_parent_that_is_killed(living: tuple[subprocess.Popen[str], int], tmp_path: Path) -> None:
+def test_it_ends_with_a_parent_that_is_killed(
+    living: tuple[subprocess.Popen[str], int], tmp_path: Path
+) -> None:
     """`kill -9` of the parent, in the middle of writing: no process stays, and the data is sound."""
     process, worker = living
     assert psutil.pid_exists(worker)
@@ -427,7 +427,9 @@ def test_it_has_nothing_open_but_what_it_needs(living: tuple[subprocess.Popen[st
     assert {name.partition(":")[0] for name in opened} == {"/dev/null", "socket", "/memfd"}
 
 
-def test_it_ends_when_it_is_not_asked_and_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_when_it_is_not_asked_and_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory goes back, and that is no failure."""
     script = merge_process._BEGIN.replace(
         "main()", "from lowwater.engine import merge_worker\nmerge_worker.IDLE_S = 0.0\n"
