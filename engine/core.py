@@ -161,8 +161,7 @@ class Core:
         try:
             self.redone = self._redo(meta.redo_seq, progress)
         except BaseException:
-            if self._merger is not None:
-                self._merger.close()
+            self._end_merger()
             log.registry.unregister(self._metrics)
             raise
         state.applied = max(state.applied, log.seq_durable)
@@ -514,8 +513,7 @@ class Core:
                 self._state.limit_clean()
                 self._flusher.flush_all()
         finally:
-            if self._merger is not None:
-                self._merger.close()
+            self._end_merger()
             with self._state.lock:
                 self._closed = True
             self.registry.unregister(self._metrics)
@@ -524,6 +522,12 @@ class Core:
             finally:
                 self._values.close()
                 self._store.close()
+
+    def _end_merger(self) -> None:
+        # Between two steps: what it has open may be somebody else's a moment later.
+        with self._stepping:
+            if self._merger is not None:
+                self._merger.close()
 
     def __enter__(self) -> Self:
         return self

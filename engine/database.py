@@ -81,6 +81,7 @@ class Database(Reading):
             self.aborted = abort_losers(self)
         except BaseException:
             self._task.stop()
+            self._end_merger()
             raise
         self._upkeep = Upkeep(
             self._state, log, options.versions, order=self._order, now_us=seams.clock.now_us
