@@ -26,7 +26,7 @@ from blake3 import blake3
 from lowwater.engine.directory import read_trailer, segment_name, typed_errors
 from lowwater.engine.format import BLOCK_BYTES_MAX, HEADER_BYTES, HEADER_MAGIC, SegmentHeader
 from lowwater.engine.scan import READ_BYTES
-from lowwater.engine.seams import File, Files, SyncMode, write_in_turn
+from lowwater.engine.seams import File, Files, Readable, SyncMode, write_in_turn
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -112,7 +112,7 @@ def _read_end(file: File, size: int) -> tuple[int, int, bytes]:
     return magic, length, expected
 
 
-def _not_ours(file: File) -> Corrupt | NotLowwater:
+def _not_ours(file: Readable) -> Corrupt | NotLowwater:
     """Why a file begins as zstd and does not end as a compressed segment: damage, or it never was one."""
     try:
         with zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES_MAX).stream_reader(
@@ -210,7 +210,7 @@ def decompress_block(
     return raw
 
 
-def read_table(file: File) -> tuple[array[int], int, int]:
+def read_table(file: Readable) -> tuple[array[int], int, int]:
     """(where each stored block begins, and the last ends; raw bytes of a block; raw bytes of all). Of a
     sound file it reads nothing but the end."""
     size = file.size()

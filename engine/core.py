@@ -33,6 +33,8 @@ from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
+from lowwater.engine.merge_aside import Aside, Merger
+from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.moments import require_seq
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
@@ -81,6 +83,8 @@ class EngineOptions:
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
+    # Whether another process may make pages of many changes.
+    merge_worker: bool = True
     versions: VersionPolicy = KEEP_AS_IT_IS
     # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
     checkpoint_entry_interval_s: float | None = None
@@ -91,6 +95,13 @@ class EngineOptions:
             raise InputError(
                 f"engine.pool_bytes_max is {self.pool_bytes_max:,}", hint="give 1 MiB or more, say 256 MiB"
             )
+
+
+def new_merger(options: EngineOptions, seams: Seams) -> Merger | None:
+    """Who merges besides this process. In a simulation nobody does."""
+    if options.merge_worker and seams.runner.has_processes:
+        return MergeProcess()
+    return None
 
 
 class Core:
@@ -137,8 +148,13 @@ class Core:
         self._stepping = threading.Lock()
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
+        self._merger = new_merger(options, seams)
         self._flusher = Flusher(
-            state, identity=identity_of(meta), make_durable=self._make_durable, measured=self.measured
+            state,
+            identity=identity_of(meta),
+            make_durable=self._make_durable,
+            measured=self.measured,
+            aside=Aside(self._merger, state) if self._merger is not None else None,
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
@@ -164,6 +180,7 @@ class Core:
         try:
             self.redone = self._redo(meta.redo_seq, progress)
         except BaseException:
+            self._end_merger()
             log.registry.unregister(self._metrics)
             raise
         state.applied = max(state.applied, log.seq_durable)
@@ -623,6 +640,7 @@ class Core:
                 self._state.limit_clean()
                 self._flusher.flush_all()
         finally:
+            self._end_merger()
             with self._state.lock:
                 self._closed = True
             self.registry.unregister(self._metrics)
@@ -631,6 +649,12 @@ class Core:
             finally:
                 self._values.close()
                 self._store.close()
+
+    def _end_merger(self) -> None:
+        # Between two steps: what it has open may be somebody else's a moment later.
+        with self._stepping:
+            if self._merger is not None:
+                self._merger.close()
 
     def __enter__(self) -> Self:
         return self

@@ -92,6 +92,7 @@ class Database(Reading):
             self.aborted = abort_losers(self)
         except BaseException:
             self._task.stop()
+            self._end_merger()
             raise
         self._upkeep = Upkeep(
             self._state, log, options.versions, order=self.propose_control, now_us=seams.clock.now_us
@@ -117,7 +118,8 @@ class Database(Reading):
             return None, payloads
 
         self._require_writable()
-        ticket, pieces = self._wal.order(build, timeout_s=timeout_s)
+        # One call of `encode` gives all of them one time.
+        ticket, pieces = self._wal.order(build, timeout_s=timeout_s, alike=bool(keys))
         state = self._state
         try:
             seq_last = ticket.seq_last
@@ -251,10 +253,7 @@ class Database(Reading):
                 size: _pack_fixed(Kind.PUT, 0, len(bucket_name), size, 0, time_us, 0) + bucket_name
                 for size in set(sizes)
             }
-            return [
-                head + name + value
-                for head, name, value in zip(map(heads.__getitem__, sizes), names, values, strict=True)
-            ]
+            return list(map(b"".join, zip(map(heads.__getitem__, sizes), names, values, strict=True)))
 
         keys = [prefix + name for name in names]
         return self._write(encode, keys, timeout_s, self._bucket_check(bucket))

@@ -127,10 +127,12 @@ class Boundaries:
     """Which keys begin a page: about one of `page_keys`. The salt keeps others from choosing keys of which
     none does, and a page from growing without end."""
 
-    __slots__ = ("_hash", "_threshold")
+    __slots__ = ("_hash", "_threshold", "page_keys", "salt")
 
     def __init__(self, salt: bytes, page_keys: int) -> None:
         assert page_keys > 0
+        self.salt = salt
+        self.page_keys = page_keys
         self._hash = partial(blake3, key=blake3(salt).digest())
         self._threshold = 2**64 // page_keys
 
@@ -573,6 +575,11 @@ def encode_page(page: Page, key: bytes) -> bytes:
         )
     )
     return b"".join((_RECOGNISED, _pack_u32(crc32(covered, crc32(_RECOGNISED, crc32(key)))), covered))
+
+
+def stored_bytes(page: Page, key: bytes) -> bytes:
+    """The bytes of a page that is stored, or is to be, under the page key `key`."""
+    return encode_page(page, key) if page._data is None else page._data
 
 
 def decode_page(data: bytes, key: bytes) -> Page:

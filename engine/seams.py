@@ -50,7 +50,20 @@ class Task(Protocol):
 class Runner(Protocol):
     """Calls background steps."""
 
+    has_processes: bool
+    """Whether there may be other processes besides: in a simulation nothing happens that it does not call."""
+
     def start(self, name: str, step: Step) -> Task: ...
+
+
+class Readable(Protocol):
+    """What is read by place, wherever it lies."""
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`; fewer only at the end."""
+        ...
+
+    def size(self) -> int: ...
 
 
 class File(Protocol):

@@ -217,9 +217,9 @@ class State:
         for key, record in zip(keys, records, strict=True):
             place = ranges[bisect_right(lows, key) - 1]
             dirty = place.dirty
-            before = dirty.get(key)
-            dirty[key] = record
-            if before is not None:
+            before = dirty.setdefault(key, record)
+            if before is not record:
+                dirty[key] = record
                 if keeps_older and seq_of(before) < seq_of(record):
                     place.older.setdefault(key, []).append(before)
                 else:

@@ -131,11 +131,10 @@ class CurrentSegment:
         self.unread.append(data)
         self.unread_bytes += len(data)
 
-    def take_unread(self) -> bytes:
-        data = b"".join(self.unread)
-        self.unread = []
+    def take_unread(self) -> list[bytes]:
+        unread, self.unread = self.unread, []
         self.unread_bytes = 0
-        return data
+        return unread
 
     def publish(self) -> None:
         """What was written is durable now."""
@@ -421,9 +420,10 @@ class SegmentStore:
                 if current is None or current.unread_bytes < least_bytes:
                     return False
                 builder = current.builder
-                data = current.take_unread()
+                unread = current.take_unread()
                 if builder is not None:
                     positions = current.positions[builder.frame_count : current.durable_frames]
+            data = b"".join(unread)  # megabytes, for which no writer waits
             current.hasher.add(data)
             if builder is not None:
                 builder.read(data, positions[0], positions)

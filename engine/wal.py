@@ -234,14 +234,16 @@ class Wal:
             raise
         return ticket.seq_last
 
-    def order(self, build: Build, *, timeout_s: float | None = None) -> tuple[Ticket, list[Piece]]:
+    def order(
+        self, build: Build, *, timeout_s: float | None = None, alike: bool = False
+    ) -> tuple[Ticket, list[Piece]]:
         """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
-        until then nobody need be writing them."""
+        until then nobody need be writing them. `alike` is for `cut`."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
-                pieces = self._enqueue(build, ticket, timeout_s)
+                pieces = self._enqueue(build, ticket, timeout_s, alike=alike)
         except BaseException:
             self._abandon(ticket)
             raise
@@ -388,7 +390,9 @@ class Wal:
         if self._closing or self._ended:
             raise Closed("the log is closed", path=self.directory)
 
-    def _enqueue(self, build: Build, ticket: Ticket | None, timeout_s: float | None) -> list[Piece]:
+    def _enqueue(
+        self, build: Build, ticket: Ticket | None, timeout_s: float | None, *, alike: bool = False
+    ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
         while True:
@@ -408,7 +412,12 @@ class Wal:
                 seq_first = self._chain.seq_last + 1
                 seqs = range(seq_first, seq_first + len(payloads))
             pieces, chain = cut(
-                self._chain, seqs, payloads, sizes, batch_bytes_max=self.options.batch_bytes_max
+                self._chain,
+                seqs,
+                payloads,
+                sizes,
+                batch_bytes_max=self.options.batch_bytes_max,
+                alike=alike,
             )
             size = sum([len(piece.data) for piece in pieces]) + APPEND_OVERHEAD_BYTES
             if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:

@@ -357,7 +357,7 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
             assert parse_seconds(default) == actual, key
         elif name.endswith("_ms"):
             assert parse_milliseconds(default) == actual, key
-        elif isinstance(actual, int):
+        elif isinstance(actual, int) and not isinstance(actual, bool):
             assert parse_bytes(default) == actual, key
         else:
             assert default == str(actual).lower(), key

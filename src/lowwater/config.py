@@ -156,6 +156,7 @@ class EngineConfig(BaseModel):
     checkpoint_interval_s: OptionalSeconds = Field(default=300.0, gt=0)
     checkpoint_entry_interval_s: OptionalSeconds = Field(default=None, gt=0)
     checkpoint_entry_bytes: OptionalByteSize = Field(default=None, ge=MIB)
+    merge_worker: bool = True
 
 
 class VersionsConfig(BaseModel):

@@ -22,6 +22,9 @@ CACHE_BYTES = 4 * MIB
 # The interpreter with its modules and the log's buffers have 36 MiB of it. The rest is for one group of a
 # flush, and for what Python's allocator cannot give back.
 FIXED_BYTES = 64 * MIB
+# The interpreter with the modules that it needs, and what it is given at once: an eighth of the pool, which
+# it has as that, as changes and pages, and as what becomes of them.
+WORKER_BYTES = 16 * MIB + POOL_BYTES * 3 // 8
 
 # One phase of a life, with the highest anonymous memory meanwhile.
 CHILD = '''
@@ -36,14 +39,29 @@ count = state_bytes // value_bytes
 step = int(count * 0.618) | 1  # keys come in an order that is none, without a list of them
 while math.gcd(step, count) > 1:
     step += 2
-highest = {"RssAnon": 0, "RssFile": 0}
+highest = {"RssAnon": 0, "RssFile": 0, "worker": 0}
+db = None
 
-def look():
-    with open("/proc/self/status") as status:
+def sizes(pid):
+    with open(f"/proc/{pid}/status") as status:
         for line in status:
             name, _, size = line.partition(":")
-            if name in highest:
-                highest[name] = max(highest[name], int(size.split()[0]) * 1024)
+            if name in ("RssAnon", "RssFile"):
+                yield name, int(size.split()[0]) * 1024
+
+def worker_bytes():
+    # What it has, and what lies between the two.
+    merger = db._merger if db is not None else None
+    if merger is None or merger.pid is None:
+        return 0
+    try:
+        return dict(sizes(merger.pid)).get("RssAnon", 0) + os.fstat(merger._memory_fd).st_blocks * 512
+    except OSError:
+        return 0  # it has ended
+
+def look():
+    for name, size in (*sizes("self"), ("worker", worker_bytes())):
+        highest[name] = max(highest[name], size)
 
 ended = threading.Event()
 
@@ -152,5 +170,8 @@ def test_memory_stays_below_the_pool_and_a_fixed_cost(
     for phase in phases:
         found = live(tmp_path / "data", phase, state_bytes, value_bytes)
         assert found["RssAnon"] < allowed, f"{phase}: {found}"
+        assert found["worker"] < WORKER_BYTES, f"{phase}: {found}"
+        if phase == "write":
+            assert found["worker"], "nothing was merged aside"
         if phase == "recover":
             assert found["redone"] > 1000
