@@ -449,8 +449,8 @@ class Flusher:
         pages: list[Page | None] = []
         passed = 0  # pages that have gone into the new layout, or what has become of them
         for part in parts if parts is not None else self._merged_here(each, frozen_seq, kept, waiting):
-            yield
             if part is None:
+                yield
                 continue
             index, made = part
             keys += before.keys[passed : max(index, 0)]
@@ -512,6 +512,7 @@ class Flusher:
                 if number % 4 == 3:
                     yield None
             yield index, made
+            yield None
 
     def _merge_page(
         self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, kept: Kept

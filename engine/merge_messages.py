@@ -243,7 +243,7 @@ def read_answer(
             key_before = key
         at += key_size
         data_at += data_size
-        if number % 8 == 7:
+        if number % 16 == 15:
             yield None
     if part is not None:
         yield part
