@@ -131,10 +131,11 @@ class CompressedSegment:
 
     def __init__(self, stored: File) -> None:
         self.stored = stored
-        self._starts, self._block_bytes, self._raw_bytes = _read_table(stored)
+        _read_end(stored, stored.size())
+        self._starts, self._block_bytes, self._raw_bytes = read_table(stored)
         self._cache: OrderedDict[int, bytes] = OrderedDict()
         self._cache_blocks_max = max(CACHE_BLOCKS_MIN, CACHE_BYTES // self._block_bytes)
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES_MAX)
+        self._decompressor = block_decompressor()
         header = SegmentHeader.decode(self.read_at(0, HEADER_BYTES))
         if len(self._starts) > 2 and header.block_bytes != self._block_bytes:
             raise Corrupt("the table of the compressed segment has other blocks than its header", offset=0)
@@ -177,30 +178,44 @@ class CompressedSegment:
         start, end = self._starts[block], self._starts[block + 1]
         raw_bytes = min(self._block_bytes, self._raw_bytes - block * self._block_bytes)
         data = self.stored.read_at(start, end - start)
-        try:
-            # The decompressor allocates what a frame asks for, so a frame is asked first.
-            frame = zstandard.get_frame_parameters(data)
-            if frame.content_size != raw_bytes or frame.window_size > BLOCK_BYTES_MAX or frame.dict_id:
-                raise Corrupt("a compressed block is not of the size that the table says", offset=start)
-            raw: bytes = self._decompressor.decompress(
-                data, max_output_size=raw_bytes, allow_extra_data=False
-            )
-        except zstandard.ZstdError as error:
-            raise Corrupt("a compressed block is damaged", offset=start) from error
-        if len(raw) != raw_bytes:
-            raise Corrupt("a compressed block is not of the size that the table says", offset=start)
+        raw = decompress_block(self._decompressor, data, raw_bytes, start)
         self._cache[block] = raw
         while len(self._cache) > self._cache_blocks_max:
             self._cache.popitem(last=False)
         return raw
 
 
-def _read_table(file: File) -> tuple[array[int], int, int]:
-    """(where each stored block begins, and the last ends; raw bytes of a block; raw bytes of all)."""
+def block_decompressor() -> zstandard.ZstdDecompressor:
+    """One for the blocks of segments. Not for several threads at once."""
+    return zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES_MAX)
+
+
+def decompress_block(
+    decompressor: zstandard.ZstdDecompressor, data: bytes, raw_bytes: int, offset: int
+) -> bytes:
+    """The raw bytes of a block that is stored at `offset`."""
+    try:
+        # The decompressor allocates what a frame asks for, so a frame is asked first.
+        frame = zstandard.get_frame_parameters(data)
+        if frame.content_size != raw_bytes or frame.window_size > BLOCK_BYTES_MAX or frame.dict_id:
+            raise Corrupt("a compressed block is not of the size that the table says", offset=offset)
+        raw: bytes = decompressor.decompress(data, max_output_size=raw_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt("a compressed block is damaged", offset=offset) from error
+    if len(raw) != raw_bytes:
+        raise Corrupt("a compressed block is not of the size that the table says", offset=offset)
+    return raw
+
+
+def read_table(file: File) -> tuple[array[int], int, int]:
+    """(where each stored block begins, and the last ends; raw bytes of a block; raw bytes of all). Of a
+    sound file it reads nothing but the end."""
     size = file.size()
-    magic, length, _ = _read_end(file, size)
     footer_start = size - STORED_HASH.size - SEEK_FOOTER.size
-    if (magic, length) != (STORED_HASH_MAGIC, 32) or footer_start < SKIPPABLE_HEAD.size:
+    if footer_start < SKIPPABLE_HEAD.size:
+        raise _not_ours(file)
+    magic, length, _ = STORED_HASH.unpack(file.read_at(size - STORED_HASH.size, STORED_HASH.size))
+    if (magic, length) != (STORED_HASH_MAGIC, 32):
         raise _not_ours(file)
     count, descriptor, magic = SEEK_FOOTER.unpack(file.read_at(footer_start, SEEK_FOOTER.size))
     if magic != SEEK_FOOTER_MAGIC:

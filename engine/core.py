@@ -105,7 +105,7 @@ class Core:
         self._seams = seams
         self._salt = meta.salt
         self._page_keys = meta.page_keys
-        self._values = ValueReader(segments_of(log, seams.files), log.directory)
+        self._values = ValueReader(segments_of(log, seams.files), log.directory, lambda: log.cold_source)
         self._state = state = State(
             store,
             Boundaries(meta.salt, meta.page_keys),

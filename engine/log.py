@@ -405,8 +405,17 @@ class Log:
         return read_chunks(self._wal, seq, seq_stop=seq_stop, cold=self._cold)
 
     def set_cold_source(self, cold: ColdSource | None) -> None:
-        """Where entries come from that the directory holds no longer."""
+        """Where entries, and large values, come from that the directory holds no longer."""
         self._cold = cold
+
+    @property
+    def cold_source(self) -> ColdSource | None:
+        return self._cold
+
+    def purge(self, seq: int) -> int:
+        """Remove the segments that hold nothing above `seq`, all but the newest: the seq up to which entries
+        are gone. That they are elsewhere, and that no page needs them, is for the caller to know."""
+        return self._wal.purge(seq)
 
     def _seq_before(self, start: Start) -> int:
         if start == "earliest":

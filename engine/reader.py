@@ -37,11 +37,26 @@ class ColdSource(Protocol):
     """Where entries are that the directory holds no longer. Tiering brings one."""
 
     def chunks_after(self, seq: int, seq_stop: int) -> Iterator[Chunk]:
-        """Chunks that follow one another from the first frame above `seq` to the last below `seq_stop`."""
+        """Chunks that follow one another from the first frame above `seq` on, until one ends at `seq_stop` or
+        above it, or there are no more."""
         ...
 
     def seq_before_time(self, time_us: int) -> int | None:
         """The last seq before `time_us`, or None where the source begins later."""
+        ...
+
+    # Where large values lie is said as in the log: the first seq of the segment, the offset of the frame.
+
+    def value(self, segment_first: int, offset: int, length: int) -> bytes:
+        """A large value."""
+        ...
+
+    def value_range(self, segment_first: int, offset: int, length: int, start: int, stop: int) -> bytes:
+        """The bytes from `start` to below `stop` of a large value."""
+        ...
+
+    def frame_seq(self, segment_first: int, offset: int) -> int:
+        """The seq of the frame that holds a large value."""
         ...
 
 
@@ -276,8 +291,9 @@ def read_chunks(
         assert view is not None
         with closing(view):
             if view.header.seq_before > seq:
-                yield from _cold_chunks(cold, seq, view.header)
-                seq = view.header.seq_before
+                seq = yield from _cold_chunks(cold, seq, view.header, seq_stop)
+                if seq_stop is not None and seq >= seq_stop:
+                    return
             with typed_errors(view.path, "read the log"):
                 for chunk in view.chunks_after(seq):
                     if not chunk.seq_before <= seq < chunk.seq_last:
@@ -290,20 +306,24 @@ def read_chunks(
                         return
 
 
-def _cold_chunks(cold: ColdSource | None, seq: int, header: SegmentHeader) -> Iterator[Chunk]:
-    seq_stop = header.seq_before
+def _cold_chunks(
+    cold: ColdSource | None, seq: int, header: SegmentHeader, wanted: int | None
+) -> Generator[Chunk, None, int]:
+    """What lies above `seq` and before the segment with this header, up to `wanted`. Returns the last seq."""
+    seq_stop = header.seq_before if wanted is None else min(header.seq_before, wanted)
     if cold is not None:
-        for chunk in cold.chunks_after(seq, seq_stop + 1):
-            if not chunk.seq_before <= seq < chunk.seq_last <= seq_stop:
+        for chunk in cold.chunks_after(seq, seq_stop):
+            if not chunk.seq_before <= seq < chunk.seq_last <= header.seq_before:
                 raise Corrupt(f"the archive has no entries that follow seq {seq}", seq=chunk.seq_last)
             yield chunk
             seq = chunk.seq_last
-    if seq != seq_stop:
+    if seq < seq_stop:
         raise NotFound(
             f"the entries from {seq + 1} to {seq_stop} are not here",
             seq=seq + 1,
             hint=f"the oldest entry of this log is {header.seq_first}: start there, or at 'earliest'",
         )
+    return seq
 
 
 class _View:

@@ -521,6 +521,19 @@ class SegmentStore:
         if self.current is not None:
             self.current.file.close()
 
+    def take_out(self, seq: int) -> list[str]:
+        """Take segments that hold nothing above `seq` out of the list: their files, the oldest first. Who has
+        one open reads on. The newest stays: what follows it says so."""
+        with self._lock:
+            count = min(bisect_right(self.segments, seq, key=_seq_last), len(self.segments) - 1)
+            gone = []
+            for segment in self.segments[: max(count, 0)]:
+                if not segment.sealed:
+                    break
+                gone.append(segment.path)
+            del self.segments[: len(gone)]
+        return gone
+
     # ------------------------------------------------------------------ finding (readers, lock held)
 
     def segment_after(self, seq: int) -> Segment | CurrentSegment | None:

@@ -4,7 +4,8 @@ Always true:
   - a value is returned only after its frame's checksum was compared, and a part of one after the blocks
     around it were hashed; in a segment that has no footer yet its whole frame is compared;
   - it is read from a file of the log directory that is looked up by the segment's first seq, whatever that
-    file is called by now.
+    file is called by now; where there is none any more, from the colder source, and nobody waits for that who
+    does not want what it has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lowwater.engine.checksum import crc32
 from lowwater.engine.directory import CURRENT, typed_errors
 from lowwater.engine.format import SegmentHeader
 from lowwater.engine.log import Log
+from lowwater.engine.reader import ColdSource
 from lowwater.engine.records import VALUE_PLACE
 from lowwater.engine.seams import File, Files
 from lowwater.engine.verified import VerifiedBlocks
@@ -81,9 +83,15 @@ def segments_in(files: Files, directory: str) -> OpenSegment:
 
 
 class ValueReader:
-    def __init__(self, open_segment: OpenSegment, directory: str) -> None:
+    def __init__(
+        self,
+        open_segment: OpenSegment,
+        directory: str,
+        cold_source: Callable[[], ColdSource | None] = lambda: None,
+    ) -> None:
         self._open_segment = open_segment
         self._directory = directory
+        self._cold_source = cold_source
         self._open: OrderedDict[int, OpenedSegment] = OrderedDict()
         self._blocks: dict[int, VerifiedBlocks] = {}  # of the open ones that parts were read of
         self._lock = threading.Lock()
@@ -101,7 +109,10 @@ class ValueReader:
         """The value that lies there."""
         segment_first, offset, length, _ = VALUE_PLACE.unpack(place)
         with self._reading():
-            return self._whole(self._segment(segment_first).file, offset, length)
+            segment = self._segment(segment_first)
+            if segment is not None:
+                return self._whole(segment.file, offset, length)
+        return self._cold(segment_first).value(segment_first, offset, length)
 
     def read_range(self, place: bytes, start: int, stop: int) -> bytes:
         """The bytes from `start` to below `stop` of the value that lies there."""
@@ -109,11 +120,14 @@ class ValueReader:
         assert 0 <= start <= stop <= length
         with self._reading():
             blocks = self._blocks_of(segment_first)
-            if blocks is None:
-                return self._whole(self._segment(segment_first).file, offset, length)[start:stop]
-            _, payload_bytes, _ = format.FRAME.unpack(blocks.read(offset, offset + format.FRAME_BYTES))
-            value_at = offset + format.FRAME_BYTES + payload_bytes - length
-            return blocks.read(value_at + start, value_at + stop)
+            if blocks is not None:
+                _, payload_bytes, _ = format.FRAME.unpack(blocks.read(offset, offset + format.FRAME_BYTES))
+                value_at = offset + format.FRAME_BYTES + payload_bytes - length
+                return blocks.read(value_at + start, value_at + stop)
+            segment = self._segment(segment_first)
+            if segment is not None:
+                return self._whole(segment.file, offset, length)[start:stop]
+        return self._cold(segment_first).value_range(segment_first, offset, length, start, stop)
 
     @staticmethod
     def _whole(file: File, offset: int, length: int) -> bytes:
@@ -127,15 +141,16 @@ class ValueReader:
         return payload[len(payload) - length :]
 
     def _blocks_of(self, segment_first: int) -> VerifiedBlocks | None:
-        """With the lock: None where the segment has no footer yet."""
+        """With the lock: None where the segment has no footer yet, or is not here."""
         found = self._blocks.get(segment_first)
         if found is not None:
             return found
-        if not self._segment(segment_first).sealed:
+        segment = self._segment(segment_first)
+        if segment is not None and not segment.sealed:
             # It may have been sealed since it was opened.
             self._forget(segment_first)
-        segment = self._segment(segment_first)
-        if not segment.sealed:
+            segment = self._segment(segment_first)
+        if segment is None or not segment.sealed:
             return None
         found = self._blocks[segment_first] = VerifiedBlocks(segment.file)
         return found
@@ -144,19 +159,38 @@ class ValueReader:
         """The seq of the frame that holds a value."""
         segment_first, offset, _, _ = VALUE_PLACE.unpack(place)
         with self._reading():
-            head = self._segment(segment_first).file.read_at(offset, format.FRAME_BYTES)
-            if len(head) < format.FRAME_BYTES:
-                raise Corrupt("the log ends before a value that it holds", offset=offset)
-        return int(format.FRAME.unpack(head)[0])
+            segment = self._segment(segment_first)
+            if segment is not None:
+                head = segment.file.read_at(offset, format.FRAME_BYTES)
+                if len(head) < format.FRAME_BYTES:
+                    raise Corrupt("the log ends before a value that it holds", offset=offset)
+                return int(format.FRAME.unpack(head)[0])
+        return self._cold(segment_first).frame_seq(segment_first, offset)
 
-    def _segment(self, segment_first: int) -> OpenedSegment:
+    def _cold(self, segment_first: int) -> ColdSource:
+        cold = self._cold_source()
+        if cold is None:
+            raise Corrupt(
+                f"the segment from {segment_first} on, with a large value, is not here", path=self._directory
+            )
+        return cold
+
+    def forget_before(self, seq: int) -> None:
+        """Close the segments that begin at `seq` or below: while they are open, their room on the disk is
+        taken. One that is here is opened again."""
+        with self._lock:
+            for segment_first in [each for each in self._open if each <= seq]:
+                self._forget(segment_first)
+
+    def _segment(self, segment_first: int) -> OpenedSegment | None:
+        """With the lock: None where it is not here."""
         found = self._open.get(segment_first)
         if found is not None:
             self._open.move_to_end(segment_first)
             return found
         found = self._open_segment(segment_first)
         if found is None:
-            raise Corrupt(f"the segment from {segment_first} on, with a large value, is not here")
+            return None
         self._open[segment_first] = found
         if len(self._open) > OPEN_FILES_MAX:
             self._forget(next(iter(self._open)))

@@ -200,6 +200,16 @@ class Wal:
         self._metrics = metrics
         self._registry = registry
 
+    def purge(self, seq: int) -> int:
+        """Remove sealed segments that hold nothing above `seq`: the seq up to which entries are gone."""
+        with typed_errors(self.directory, "purge the log"):
+            for path in self.store.take_out(seq):
+                self.files.remove(path)
+                # One at a time: a crash must not leave an old segment where a newer one is gone.
+                self.files.sync_directory(self.directory)
+        with self.lock:
+            return self.store.seq_before_first
+
     @property
     def failure(self) -> LowwaterError | None:
         """Why the log refuses writes, if it does."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from threading import Lock
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -205,6 +206,77 @@ class EngineMetrics(Collector):
             yield GaugeMetricFamily(name, documentation, value=self._readings[name]())
 
     # The registry compares names through this, and refuses a second engine.
+    describe = collect
+
+
+# Of what reads from the object store: what each is called and what it says.
+COLD_DURATIONS = {
+    "lowwater_cold_query_duration_seconds": "What a reader waited for what is only in the object store.",
+}
+COLD_COUNTERS = {
+    "lowwater_cold_bytes_read_total": "Bytes of entries, values and versions given to readers.",
+    "lowwater_cold_bytes_fetched_total": "Bytes fetched from the object store for that.",
+    "lowwater_cold_range_requests_total": "Requests for parts of objects.",
+    "lowwater_cold_full_reads_total": "Requests for whole objects.",
+    "lowwater_cold_cache_hits_total": "Units of 256 KiB that the cache on disk had.",
+    "lowwater_cold_cache_misses_total": "Units that it did not have.",
+    "lowwater_cold_cache_evictions_total": "Units that made room for others.",
+    "lowwater_cold_cache_damaged_total": "Units that were damaged on disk, and were fetched again.",
+}
+COLD_GAUGES = {
+    "lowwater_cold_cache_bytes": "What the cache takes of the disk.",
+}
+
+
+class ColdMetrics(Collector):
+    """What reading from the object store measures. Many threads read: the counting is done under a lock."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._lock = Lock()
+        self._duration = Histogram()
+        self._counts = dict.fromkeys(COLD_COUNTERS, 0)
+        self.watch(cache_bytes=_nothing, cache_evictions=_nothing, cache_damaged=_nothing)
+        if registry is not None:
+            registry.register(self)
+
+    def watch(self, *, cache_bytes: Gauge, cache_evictions: Gauge, cache_damaged: Gauge) -> None:
+        """Where to read what the cache counts, at each scrape."""
+        self._readings = {
+            "lowwater_cold_cache_bytes": cache_bytes,
+            "lowwater_cold_cache_evictions_total": cache_evictions,
+            "lowwater_cold_cache_damaged_total": cache_damaged,
+        }
+
+    def queried(self, seconds: float) -> None:
+        with self._lock:
+            self._duration.observe(seconds)
+
+    def used(self, size: int) -> None:
+        with self._lock:
+            self._counts["lowwater_cold_bytes_read_total"] += size
+
+    def fetched(self, size: int, *, is_range: bool) -> None:
+        name = "lowwater_cold_range_requests_total" if is_range else "lowwater_cold_full_reads_total"
+        with self._lock:
+            self._counts["lowwater_cold_bytes_fetched_total"] += size
+            self._counts[name] += 1
+
+    def looked_up(self, *, hits: int, misses: int) -> None:
+        """In the cache on disk."""
+        with self._lock:
+            self._counts["lowwater_cold_cache_hits_total"] += hits
+            self._counts["lowwater_cold_cache_misses_total"] += misses
+
+    def collect(self) -> Iterator[Metric]:
+        for name, documentation in COLD_DURATIONS.items():
+            yield self._duration.family(name, documentation)
+        for name, documentation in COLD_COUNTERS.items():
+            counted = self._readings[name]() if name in self._readings else self._counts[name]
+            yield CounterMetricFamily(name.removesuffix("_total"), documentation, value=counted)
+        for name, documentation in COLD_GAUGES.items():
+            yield GaugeMetricFamily(name, documentation, value=self._readings[name]())
+
+    # The registry compares names through this, and refuses a second one.
     describe = collect
 
 

@@ -1,0 +1,85 @@
+"""Purging: the oldest segments go, one by one; a crash leaves a log without a gap."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lowwater.chaos.clock import SeededRandomness, VirtualClock
+from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
+from lowwater.chaos.runner import StepRunner
+from lowwater.chaos.survival import SURVIVALS
+from lowwater.engine.entries import Put
+from lowwater.engine.log import Log, LogOptions, Seams
+
+
+def open_log(files: FaultyFiles) -> Log:
+    clock = VirtualClock()
+    seams = Seams(
+        files=files,
+        clock=clock,
+        randomness=SeededRandomness(1),
+        runner=StepRunner(clock),
+        owner=f"life {files.life}",
+    )
+    return Log.open("log", options=LogOptions(segment_bytes=4096, ring_bytes_max=0), seams=seams)
+
+
+def filled() -> tuple[FaultyFiles, Log]:
+    files = FaultyFiles(clock=VirtualClock())
+    log = open_log(files)
+    for number in range(40):
+        log.append(Put("b", f"k{number}", bytes(1000)))
+    log.wal.store.seal_all()
+    return files, log
+
+
+def test_what_is_purged_is_gone_and_the_rest_is_not() -> None:
+    """Whole segments only, and never the newest sealed one, whose hash the next segment names."""
+    _, log = filled()
+    lasts = [segment.seq_last for segment in log.wal.store.segments]
+    for seq in (0, lasts[0] - 1):
+        assert log.purge(seq) == 0
+    assert log.purge(lasts[0]) == lasts[0]
+    assert log.purge(lasts[2] + 1) == lasts[2]
+    assert log.purge(lasts[0]) == lasts[2]
+    assert [entry.seq for entry in log.read()] == list(range(lasts[2] + 1, 42))
+    assert log.purge(10**9) == lasts[-2]
+    assert list(log.check()) == []
+    assert log.append(Put("b", "k", b"")) == 42
+    log.seal()
+    assert log.purge(10**9) == lasts[-1]
+    assert list(log.check()) == []
+    log.close()
+
+
+def test_a_log_without_sealed_segments_purges_nothing() -> None:
+    """There is only the current one."""
+    log = open_log(FaultyFiles(clock=VirtualClock()))
+    assert log.purge(10**9) == 0
+    log.close()
+
+
+@pytest.mark.parametrize("survival", SURVIVALS, ids=str)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_at_any_operation_of_a_purge_leaves_no_gap(survival: object, after: bool) -> None:
+    """A removal that was not synced may come back; a newer segment must not be gone then."""
+    for number in range(1, 30):
+        files, log = filled()
+        files.crash_at(files.operations + number, after=after)
+        try:
+            log.purge(log.wal.store.segments[-2].seq_last)
+            ended = True
+        except SimulatedCrash:
+            ended = False
+        files.crash(random.Random(number), survival)  # type: ignore[arg-type]
+        with open_log(files) as log:
+            first = log.seq_first
+            assert [entry.seq for entry in log.read()] == list(range(first, 42))
+            assert list(log.check()) == []
+            assert log.append(Put("b", "k", b"")) == 42
+        if ended:
+            assert number > 5
+            return
+    raise AssertionError("the purge never ended")

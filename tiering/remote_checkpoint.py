@@ -1,0 +1,101 @@
+"""A shipped checkpoint, read where it lies.
+
+Always true: the index is compared with the hash that the log's catalogue has, and everything else with the
+hashes that lead to it from there; what is wrong is forgotten and fetched once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TypeVar
+
+from lowwater.engine.blocks import HINT as REMOVE_HINT
+from lowwater.engine.blocks import hash_of
+from lowwater.engine.catalogue import CheckpointDescriptor
+from lowwater.engine.checkpoints import CheckpointRow, StoredCheckpoint
+from lowwater.engine.ckpt import Checkpoint, decode_named, name_of, pack_name
+from lowwater.engine.content import Known
+from lowwater.engine.pages import encode_key, page_key
+from lowwater.errors import Corrupt
+from lowwater.tiering.fetcher import Fetcher
+
+CHECKPOINTS_PREFIX = "checkpoints"
+PACKS_PREFIX = "data/packs"
+
+T = TypeVar("T")
+
+_list_key = attrgetter("key")
+
+
+def _block_key(known: Known) -> bytes:
+    return known.listed.key
+
+
+class RemoteCheckpoint(StoredCheckpoint):
+    """A checkpoint of the catalogue. It may be read by several threads at once."""
+
+    def __init__(self, fetcher: Fetcher, descriptor: CheckpointDescriptor) -> None:
+        self.name = f"{CHECKPOINTS_PREFIX}/{name_of(descriptor.seq, descriptor.hash)}"
+        self.path = fetcher.where(self.name)
+        self.packs_directory = fetcher.where(PACKS_PREFIX)
+        self.seq = descriptor.seq
+        self._descriptor = descriptor
+        self._fetcher = fetcher
+        self._index: Checkpoint | None = None
+
+    @property
+    def index(self) -> Checkpoint:
+        # Two threads may both read it, and find the same.
+        if self._index is None:
+            size = self._descriptor.size
+            self._index = self._fetcher.twice(self.name, lambda: size, self._read_index)
+        return self._index
+
+    def _read_index(self) -> Checkpoint:
+        data = self._fetcher.read_whole(self.name, self._descriptor.size)
+        index = decode_named(data, self.name.rpartition("/")[2])
+        if hash_of(data) != self._descriptor.hash:
+            raise Corrupt("the checkpoint is another one than the catalogue has", seq=self.seq)
+        return index
+
+    @property
+    def file_hash(self) -> bytes:
+        return self._descriptor.hash
+
+    def read_packed(self, pack: bytes, offset: int, size: int) -> bytes:
+        name, pack_bytes = self._pack(pack)
+        if offset + size > pack_bytes:
+            raise Corrupt(
+                "a block is said to lie beyond the end of its pack", offset=offset, hint=REMOVE_HINT
+            )
+        return self._fetcher.read(name, pack_bytes, offset, offset + size)
+
+    def _pack(self, pack: bytes) -> tuple[str, int]:
+        """What a pack is called in the store, and its size."""
+        if pack not in self.index.packs:
+            raise Corrupt("a checkpoint names a pack that it does not have", path=self.path, seq=self.seq)
+        return f"{PACKS_PREFIX}/{pack_name(pack)}", self.index.packs[pack]
+
+    def row(self, bucket: bytes, key: bytes) -> CheckpointRow | None:
+        """The row of a key, by its list and its block: a request each, where they are not known."""
+        wanted = encode_key(bucket, key)
+        begins = page_key(wanted)
+        lists = self.index.lists
+        number = bisect_right(lists, begins, key=_list_key)
+        if not number:
+            return None
+        entry = lists[number - 1]
+        blocks = self._twice(entry.pack, lambda: self.blocks_of(entry))
+        number = bisect_right(blocks, begins, key=_block_key)
+        if not number:
+            return None
+        known = blocks[number - 1]
+        rows = self._twice(known.location.pack, lambda: list(self.rows_of(known)))
+        name = bucket.decode(), key.decode()
+        return next((row for row in rows if (row.bucket, row.key) == name), None)
+
+    def _twice(self, pack: bytes, read: Callable[[], T]) -> T:
+        name, pack_bytes = self._pack(pack)
+        return self._fetcher.twice(name, lambda: pack_bytes, read)

@@ -1,0 +1,104 @@
+"""The two forms in which a shipped segment may be stored: raw, and as compressed blocks behind a table.
+
+Always true: offsets and sizes are those of the raw segment; nothing is verified here but that a compressed
+block is what its table says.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lowwater.engine.compress import block_decompressor, decompress_block, read_table
+from lowwater.engine.seams import SyncMode
+from lowwater.errors import Corrupt, InternalError
+from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
+
+
+class Form(Protocol):
+    """How a segment is stored. Offsets and sizes are those of the raw segment."""
+
+    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes: ...
+
+    def stored_range(self, start: int, end: int) -> tuple[int, int]: ...
+
+    stored_bytes: int
+
+
+class RawForm:
+    def __init__(self, fetcher: Fetcher, name: str, size: int) -> None:
+        self._fetcher = fetcher
+        self._name = name
+        self.stored_bytes = size
+
+    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes:
+        return self._fetcher.read(self._name, self.stored_bytes, start, end, sequential=sequential)
+
+    def stored_range(self, start: int, end: int) -> tuple[int, int]:
+        return start, end
+
+
+class _StoredFile:
+    """What `read_table` needs of a file."""
+
+    def __init__(self, fetcher: Fetcher, name: str, size: int) -> None:
+        self._fetcher = fetcher
+        self._name = name
+        self._size = size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self._size)
+        return self._fetcher.read(self._name, self._size, min(offset, end), end)
+
+    def size(self) -> int:
+        return self._size
+
+    def close(self) -> None:
+        pass
+
+    def write_at(self, offset: int, buffers: object, sync: SyncMode = "none") -> int:
+        raise InternalError("a stored segment is not written")
+
+    def sync(self, mode: SyncMode) -> None:
+        raise InternalError("a stored segment is not written")
+
+    def truncate(self, size: int) -> None:
+        raise InternalError("a stored segment is not written")
+
+
+class CompressedForm:
+    def __init__(self, fetcher: Fetcher, name: str, stored_bytes: int, size: int) -> None:
+        self._fetcher = fetcher
+        self._name = name
+        self.stored_bytes = stored_bytes
+        starts, block_bytes, raw_bytes = read_table(_StoredFile(fetcher, name, stored_bytes))
+        if raw_bytes != size:
+            raise Corrupt(f"the compressed segment has {raw_bytes:,} raw bytes instead of {size:,}", offset=0)
+        self._starts, self._block_bytes, self._raw_bytes = starts, block_bytes, raw_bytes
+
+    def _blocks(self, start: int, end: int) -> range:
+        return range(start // self._block_bytes, -(-end // self._block_bytes))
+
+    def stored_range(self, start: int, end: int) -> tuple[int, int]:
+        blocks = self._blocks(start, end)
+        return self._starts[blocks.start], self._starts[blocks.stop]
+
+    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes:
+        if start == end:
+            return b""
+        blocks = self._blocks(start, end)
+        decompressor = block_decompressor()
+        parts = []
+        step = max(1, FETCH_BYTES // self._block_bytes)
+        for first in range(blocks.start, blocks.stop, step):
+            last = min(first + step, blocks.stop)
+            stored_start = self._starts[first]
+            stored = self._fetcher.read(
+                self._name, self.stored_bytes, stored_start, self._starts[last], sequential=sequential
+            )
+            for block in range(first, last):
+                at, stop = self._starts[block] - stored_start, self._starts[block + 1] - stored_start
+                raw_bytes = min(self._block_bytes, self._raw_bytes - block * self._block_bytes)
+                parts.append(decompress_block(decompressor, stored[at:stop], raw_bytes, self._starts[block]))
+        parts[-1] = parts[-1][: end - (blocks.stop - 1) * self._block_bytes]
+        parts[0] = parts[0][start - blocks.start * self._block_bytes :]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
