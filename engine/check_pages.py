@@ -26,6 +26,7 @@ from lowwater.engine.pages import (
 )
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.records import VALUE_PLACE, PlaceReader
+from lowwater.engine.references import Reference, decode_reference, is_reference
 from lowwater.engine.replay import Meta, read_meta
 from lowwater.engine.sessions import Session, stored_sessions
 from lowwater.engine.state import LOWEST
@@ -48,16 +49,26 @@ def check_pages(
     boundaries: Boundaries,
     seq_durable: Callable[[], int],
     read_value: PlaceReader,
+    read_away: Callable[[bytes, bytes], Page] | None = None,
 ) -> Iterator[Finding]:
-    """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise."""
+    """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise.
+    Pages that are away are read with `read_away`; without it, only their references are looked at."""
     yield from check_state(store, path, seq_durable)
     yield from _check_first(store, path)
     known = TransactionTable()
     for key, following in pairwise(chain(store.page_keys(), [KEY_END])):
         try:
-            page = _read(store, key)
-            if page is None:
+            data = store.get(key)
+            if data is None:
                 continue  # it went away meanwhile
+            if is_reference(data):
+                if why := _why_wrong(decode_reference(data, key), key, boundaries, seq_durable()):
+                    yield _error(f"the reference of {_shown(key)}: {why}", path)
+                if read_away is None:
+                    continue
+                page = read_away(key, data)
+            else:
+                page = decode_page(data, key)
             why = _why_misplaced(page, key, following, boundaries)
             if why and following != KEY_END and store.get(following) is None:
                 why = ""  # what was there is in this page by now
@@ -147,7 +158,8 @@ def _why_unknown(
         data = store.get(key)
         if store.read_meta() == stored:
             known = load_table(stored, path)
-            why = "" if data is None else _why_unknown_to(known, key, decode_page(data, key))
+            is_here = data is not None and not is_reference(data)
+            why = _why_unknown_to(known, key, decode_page(data, key)) if data is not None and is_here else ""
             break
     return why, known
 
@@ -168,6 +180,8 @@ def _why_out_of_order(meta: Meta, seq_durable: int) -> Iterator[str]:
         yield f"redo begins at {meta.redo_seq}, and the pages hold nothing above {meta.applied}"
     if not meta.applied <= seq_durable:
         yield f"the pages hold entries up to {meta.applied}, and the log ends at {seq_durable}"
+    if meta.pages_from > meta.applied:
+        yield f"the pages are of a checkpoint of {meta.pages_from}, above the last entry {meta.applied}"
     if meta.horizon is not None and meta.horizon > meta.applied:
         yield f"the horizon is {meta.horizon}, above the last entry {meta.applied}"
     for name, seq in meta.snapshots.items():
@@ -183,7 +197,18 @@ def _check_first(store: PageStore, path: str) -> Iterator[Finding]:
 
 def _read(store: PageStore, key: bytes) -> Page | None:
     data = store.get(key)
-    return None if data is None else decode_page(data, key)
+    return None if data is None or is_reference(data) else decode_page(data, key)
+
+
+def _why_wrong(reference: Reference, key: bytes, boundaries: Boundaries, seq_durable: int) -> str:
+    """Whether there can be a page like the one that a reference stands for."""
+    if key != LOWEST and not boundaries.is_boundary(key):
+        return "no page begins at this key"
+    if not reference.page_seq <= seq_durable or not reference.checkpoint_seq <= seq_durable:
+        return f"it is of {reference.checkpoint_seq}, and the log ends at {seq_durable}"
+    if not reference.row_count:
+        return "it stands for a page without rows"
+    return ""
 
 
 def _why_misplaced(page: Page, key: bytes, following: bytes, boundaries: Boundaries) -> str:

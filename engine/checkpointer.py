@@ -6,7 +6,8 @@ Always true:
     nothing;
   - all changes up to the seq are in pages before the first is read, so no change in memory is looked at;
   - a checkpoint is due until it is durable under its name; one that cannot be made is given up, and that is
-    said. The one after it, which needs its blocks, has to be a full one.
+    said. The one after it, which needs its blocks, has to be a full one;
+  - where a page is needed that is away and does not come, it stays due, and is begun again.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from lowwater.engine.blocks import (
 )
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.ckpt import PACK_BYTES, Checkpoint, ListEntry, encode_checkpoint, pack_header
-from lowwater.engine.content import Block, IsBoundary, Known, blocks_at
+from lowwater.engine.content import AnyBlock, AwayBlock, Block, IsBoundary, Known, blocks_at
 from lowwater.engine.due import Due
 from lowwater.engine.state import State
-from lowwater.errors import InternalError, LowwaterError, NotFound, ReopenError
+from lowwater.errors import InternalError, LowwaterError, NotFound, ReopenError, RetryError
 from lowwater.logging import get_logger
 
 _logger = get_logger("checkpoint")
@@ -40,6 +41,14 @@ _logger = get_logger("checkpoint")
 BLOCKS_AT_ONCE = 16
 FAILURES_MAX = 16
 _HINT = "the database goes on without it: deal with the cause, and make another checkpoint"
+
+
+class MustWait(Exception):
+    """What a checkpoint needs is away, and did not come: it stays due."""
+
+    def __init__(self, error: LowwaterError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Checkpointer:
@@ -77,13 +86,22 @@ class Checkpointer:
         if due is None:
             return False
         if self._job is None:
-            if self._flush_to(due.seq):
+            try:
+                if self._flush_to(due.seq):
+                    return True
+            except MustWait as wait:
+                if isinstance(wait.error, RetryError):
+                    raise
+                self._give_up(due, wait.error)
                 return True
             self._job = self._make(due)
         try:
             next(self._job)
         except StopIteration:
             self._end(due)
+        except RetryError as error:
+            self.stop()
+            raise MustWait(error) from error
         except LowwaterError as error:
             self._give_up(due, error)
         except Exception as error:  # noqa: BLE001 — the database goes on without this checkpoint
@@ -235,7 +253,7 @@ class _Packing:
         self.block_count = 0
         self.rows_written = 0
 
-    def add(self, block: Block | Known) -> Generator[None, None, None]:
+    def add(self, block: AnyBlock) -> Generator[None, None, None]:
         listed = block.listed
         if self._open.blocks and self._begins_list(listed.key):
             self._end_list()
@@ -245,7 +263,7 @@ class _Packing:
         else:
             where = self._base_blocks.find(listed)
             if where is None:
-                where = self._pack(block)
+                where = self._pack(block.read() if isinstance(block, AwayBlock) else block)
         self._open.blocks.append(listed)
         self._open.places.append(where)
         self.row_count += listed.row_count

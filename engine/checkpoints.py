@@ -42,7 +42,7 @@ from lowwater.engine.content import Known
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.pages import BUCKET, REFERENCE, decode_key
-from lowwater.engine.seams import Files, write_all
+from lowwater.engine.seams import File, Files, write_all
 from lowwater.errors import Corrupt, LowwaterError, NotFound
 
 BEFORE_PACK = Failpoint("checkpoint.before_pack")
@@ -111,6 +111,17 @@ class StoredCheckpoint:
     @property
     def root(self) -> str:
         return self.index.root.hex()
+
+    # ------------------------------------------------------------------ files
+
+    def open_index(self) -> File:
+        with typed_errors(self.path, "read a checkpoint"):
+            return self._files.open(self.path)
+
+    def open_pack(self, pack: bytes) -> File:
+        path = f"{self.packs_directory}/{pack_name(pack)}"
+        with typed_errors(path, "read a pack"):
+            return self._files.open(path)
 
     # ------------------------------------------------------------------ blocks
 

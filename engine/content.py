@@ -6,7 +6,9 @@ Always true:
   - a block begins at a live key that is a boundary, unless the one before it is equal in its first 500 bytes;
     a list of blocks at a block whose key is a rarer boundary. So blocks without a change stay the same;
   - a block of the base is kept without a look at its rows only where every page of its keys says that it has
-    not changed since: its first key still begins a page, and no page of its keys is younger than the base.
+    not changed since: its first key still begins a page, and no page of its keys is younger than the base;
+  - a page that is away, and has not changed since, is the block that its reference names. Its rows are read
+    only where they have to be written again, or belong to the block before.
 
 A page that takes over the keys of one that became empty becomes as young (`flush.py`): otherwise deletions
 could not be seen. A page of seq 0 says nothing: it was made for a range that was divided before it had any.
@@ -17,11 +19,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 from lowwater.engine.blocks import (
-    LARGE,
     Listed,
     Location,
     Place,
@@ -47,7 +49,8 @@ from lowwater.engine.pages import (
     stored_seq,
 )
 from lowwater.engine.pagewalk import Stretch, walk
-from lowwater.engine.records import VALUE_PLACE, is_transactional, page_version
+from lowwater.engine.records import is_transactional, page_version
+from lowwater.engine.references import Reference, as_content, decode_reference, is_reference
 from lowwater.engine.state import LOWEST, State
 
 # How many blocks a list has on average.
@@ -74,6 +77,16 @@ class Block(NamedTuple):
     places: list[Place]
 
 
+class AwayBlock(NamedTuple):
+    """A block that is known and not here."""
+
+    listed: Listed
+    read: Callable[[], Block]
+
+
+AnyBlock = Block | Known | AwayBlock
+
+
 class Base(Protocol):
     """An earlier checkpoint, of which blocks can be kept."""
 
@@ -89,7 +102,7 @@ def list_boundaries(salt: bytes, page_keys: int) -> Boundaries:
     return Boundaries(salt, page_keys * LIST_BLOCKS)
 
 
-def root(blocks: Iterable[Block | Known | None], lists: Boundaries) -> bytes:
+def root(blocks: Iterable[AnyBlock | None], lists: Boundaries) -> bytes:
     """The root over blocks, in order."""
     listed = (each.listed for each in blocks if each is not None)
     return root_of(hash_of(encode_list(part)) for part in lists_of(listed, lists.is_boundary))
@@ -111,7 +124,7 @@ def lists_of(listed: Iterable[Listed], is_boundary: IsBoundary) -> Iterator[list
 
 def blocks_at(
     state: State, seq: int, *, base: Base | None = None, with_changes: bool = True
-) -> Iterator[Block | Known | None]:
+) -> Iterator[AnyBlock | None]:
     """The blocks of the content as of `seq`, which is pinned; None where others may run. `base` is of a seq
     that is not higher. Leave changes out when all of them up to `seq` are in pages."""
     builder = _Builder(state.boundaries.is_boundary)
@@ -208,7 +221,11 @@ def _seq_of(stretch: Stretch) -> int:
     page = stretch.page
     assert stretch.key is not None
     assert page is not None
-    return page.seq if isinstance(page, Page) else stored_seq(page, stretch.key)
+    if isinstance(page, Page):
+        return page.seq
+    if is_reference(page):
+        return decode_reference(page, stretch.key).page_seq
+    return stored_seq(page, stretch.key)
 
 
 # ---------------------------------------------------------------------------- rows
@@ -223,6 +240,13 @@ class _Chunk(NamedTuple):
     places: list[Place]
     stored: StoredColumns | None
     page: Page | None
+    listed: Listed | None = None
+    """Of a page that is away: the block that its rows are, if nothing else belongs to it."""
+    read: Callable[[], _Chunk] | None = None
+    """What gives the same with its rows."""
+
+    def here(self) -> _Chunk:
+        return self if self.read is None else self.read()
 
     def as_rows(self) -> Rows:
         if self.rows is not None:
@@ -243,7 +267,7 @@ class _Builder:
         """Whether a chunk begins a block, wherever it stands."""
         return chunk.may_begin and self._is_boundary(chunk.first_key)
 
-    def add(self, chunk: _Chunk) -> Block | None:
+    def add(self, chunk: _Chunk) -> Block | AwayBlock | None:
         """Returns the block before, when the chunk begins another one."""
         before = None
         if self._chunks and self.begins(chunk) and not self._is_same_page(chunk.first_key):
@@ -254,23 +278,33 @@ class _Builder:
     def _is_same_page(self, key: bytes) -> bool:
         if len(key) <= PAGE_KEY_BYTES:
             return False  # the key before it is another one, so it is not equal in so many bytes
-        return page_key(self._chunks[-1].as_rows().keys[-1]) == page_key(key)
+        before = self._chunks[-1]
+        if before.read is not None:
+            return False  # it was a page of its own, and keys that are equal in them share one
+        return page_key(before.as_rows().keys[-1]) == page_key(key)
 
-    def finish(self) -> Block | None:
+    def finish(self) -> Block | AwayBlock | None:
         """The block so far; None where there are no rows."""
         chunks, self._chunks = self._chunks, []
         if not chunks:
             return None
-        first = chunks[0]
-        if len(chunks) == 1 and (stored := first.stored) is not None:
-            count = stored.row_count
-            data = rows_block(*stored)
-        else:
-            rows = first.as_rows() if len(chunks) == 1 else _joined([each.as_rows() for each in chunks])
-            count = len(rows)
-            data = encode_rows(rows)
-        listed = Listed(page_key(first.first_key), hash_of(data), count, len(data))
-        return Block(listed, data, [*chain.from_iterable(each.places for each in chunks)])
+        if len(chunks) == 1 and (listed := chunks[0].listed) is not None:
+            return AwayBlock(listed, partial(_block, chunks))
+        return _block(chunks)
+
+
+def _block(chunks: list[_Chunk]) -> Block:
+    chunks = [each.here() for each in chunks]
+    first = chunks[0]
+    if len(chunks) == 1 and (stored := first.stored) is not None:
+        count = stored.row_count
+        data = rows_block(*stored)
+    else:
+        rows = first.as_rows() if len(chunks) == 1 else _joined([each.as_rows() for each in chunks])
+        count = len(rows)
+        data = encode_rows(rows)
+    listed = Listed(page_key(first.first_key), hash_of(data), count, len(data))
+    return Block(listed, data, [*chain.from_iterable(each.places for each in chunks)])
 
 
 def _joined(parts: list[Rows]) -> Rows:
@@ -288,6 +322,19 @@ def _joined(parts: list[Rows]) -> Rows:
     )
 
 
+def _chunk_away(stretch: Stretch, reference: Reference, seq: int, state: State) -> _Chunk:
+    """Of a page that is away and is one block."""
+    key, data = stretch.key, stretch.page
+    assert key is not None
+    assert isinstance(data, bytes)
+
+    def read() -> _Chunk:
+        [chunk] = _chunks_of(stretch._replace(page=state.away.read(key, data)), seq, state)
+        return chunk
+
+    return _Chunk(key, True, None, [], None, None, reference.listed(key), read)
+
+
 _Row = tuple[bytes, int, int, int, bytes, bytes]
 """encoded key, seq, time_us, flags, metadata, value as pages have it"""
 
@@ -297,7 +344,14 @@ def _chunks_of(stretch: Stretch, seq: int, state: State) -> Iterator[_Chunk]:
     page = stretch.page
     if isinstance(page, bytes):
         assert stretch.key is not None
-        page = decode_page(page, stretch.key)
+        if not is_reference(page):
+            page = decode_page(page, stretch.key)
+        else:
+            reference = decode_reference(page, stretch.key)
+            if not stretch.changes and stretch.is_whole and reference.checkpoint_seq <= seq:
+                yield _chunk_away(stretch, reference, seq, state)
+                return
+            page = state.away.read(stretch.key, page)
     resolved = stretch.is_unstamped or any(
         is_transactional(record) for records in stretch.changes.values() for record in records
     )
@@ -406,14 +460,7 @@ def _chunk(
     stretch: Stretch,
 ) -> _Chunk:
     """Of columns with values as pages have them."""
-    places: list[Place] = []
-    if any(flag & REFERENCE for flag in flags):
-        values = list(values)
-        for number, flag in enumerate(flags):
-            if flag & REFERENCE:
-                segment_first, offset, length, value_hash = VALUE_PLACE.unpack(values[number])
-                values[number] = LARGE.pack(length, value_hash)
-                places.append((segment_first, offset))
+    values, places = as_content(flags, values)
     first = keys[0]
     may_begin = first in stretch.changes or page_key(first) == stretch.key
     return _Chunk(first, may_begin, Rows(keys, seqs, times, flags, metadata, values), places, None, None)

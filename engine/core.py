@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
+from lowwater.engine.away import BlockSource
 from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.chain import Chain, Creation, checkpoint_entry
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
-from lowwater.engine.checkpointer import Checkpointer
+from lowwater.engine.checkpointer import Checkpointer, MustWait
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.content import list_boundaries
 from lowwater.engine.directory import Segment
@@ -28,6 +30,7 @@ from lowwater.engine.entries import Control, Entry
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
 from lowwater.engine.keeping import Keeping
+from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
 from lowwater.engine.moments import require_seq
@@ -55,11 +58,17 @@ from lowwater.errors import (
     ReopenError,
     TimedOut,
 )
+from lowwater.logging import get_logger
+
+_logger = get_logger("engine")
 
 # After how many new changes the background looks whether there is something to flush.
 LOOK_AFTER_BYTES = 2**20
 # Where writers have to help, in shares of the pool.
 DIRTY_MAX = 0.9
+# After how long what did not come from afar is asked for again, at first and in the end.
+BRING_AGAIN_S = 1.0
+BRING_AGAIN_S_MAX = 30.0
 # How often the length of the log is looked at, where checkpoint entries go by it.
 LOOK_AFTER_S = 1.0
 
@@ -94,8 +103,10 @@ class Core:
         seams: Seams,
         options: EngineOptions,
         checkpoints: Checkpoints,
+        blocks: BlockSource | None = None,
         progress: Progress | None = None,
     ) -> None:
+        """`blocks` is where pages come from that have left."""
         checkpoints.require_of(log.cluster_id_at, log.seq_durable)
         self.options = options
         self._checkpoints = checkpoints
@@ -113,6 +124,7 @@ class Core:
             place_reader=self._values.read,
             pool_bytes_max=options.pool_bytes_max,
             now_s=seams.clock.monotonic,
+            blocks=blocks,
         )
         self.measured = Measured()
         self._failure: LowwaterError | None = None
@@ -136,6 +148,7 @@ class Core:
         state.catalogue.load(store.read_meta())
         state.low_water_mark = meta.low_water_mark
         state.versions_seq = meta.applied
+        state.pages_from = meta.pages_from
         state.checkpoint_seq = state.idle_seq = meta.checkpoint_seq
         # What is here, or has something newer here, nobody waits for.
         state.is_checkpoint_here = lambda seq: checkpoints.seq_newest >= seq
@@ -168,6 +181,12 @@ class Core:
         self._flushed_at_s = self._now_s()
         self._task = seams.runner.start("engine-flusher", self._flush_step)
         self._checkpoint_task = seams.runner.start("engine-checkpoint", self._checkpoint_step)
+        self._bring_again_s = BRING_AGAIN_S
+        self._bring_task = seams.runner.start("engine-bring", self._bring_step)
+        state.away.wake = self._task.wake
+        self.leaving = Leaving(
+            state, alone=self._alone, make_durable=self._make_durable, put_back=self._flusher.put_back
+        )
 
     def _redo(self, redo_seq: int, progress: Progress | None) -> int:
         recovering = Recovering(self, redo_seq, progress)
@@ -195,14 +214,36 @@ class Core:
             self._fail(error)
             return None
         self._looked_at_bytes = self._state.dirty_bytes + LOOK_AFTER_BYTES
+        if self._flusher.can_bring:
+            self._bring_task.wake()
         return interval_s
+
+    def _bring_step(self) -> float | None:
+        """Read a page from afar that a flush waits for. Where it does not come, others are not in its way."""
+        if self._failure is not None or not self._flusher.can_bring:
+            return None
+        try:
+            if self._flusher.bring():
+                self._bring_again_s = BRING_AGAIN_S
+                return 0
+        except LowwaterError as error:
+            _logger.warning("a page that changes wait for did not come", error=str(error))
+            wait_s, self._bring_again_s = self._bring_again_s, min(2 * self._bring_again_s, BRING_AGAIN_S_MAX)
+            return wait_s
+        finally:
+            self._task.wake()
+        return None
 
     def _flush_to(self, seq: int) -> bool:
         """A step towards having everything up to `seq` in pages. False when it is there."""
         if self._flusher.is_flushed(seq):
             return False
         self._flusher.want(seq)
-        self._step()
+        if self._step() is None:
+            try:
+                self._flusher.bring()
+            except LowwaterError as error:
+                raise MustWait(error) from error
         return True
 
     def _checkpoint_step(self) -> float | None:
@@ -212,6 +253,9 @@ class Core:
             if self._make_checkpoints():
                 return 0
             return self._order_in_time()
+        except MustWait as wait:
+            _logger.warning("a checkpoint waits for what is away", error=str(wait.error))
+            return BRING_AGAIN_S_MAX
         except Exception as error:  # noqa: BLE001 — of flushing: what checkpoints run into does not come here
             self._fail(error)
             return None
@@ -232,6 +276,8 @@ class Core:
     def _help_checkpoint(self) -> None:
         try:
             self._make_checkpoints()
+        except MustWait as wait:
+            raise again(wait.error) from wait
         except Exception as failure:  # noqa: BLE001 — as in the background
             self._fail(failure)
             self._require_writable()
@@ -329,14 +375,20 @@ class Core:
         """A step of flushing by a caller that needs what it brings about."""
         self._require_writable()
         try:
-            self._step()
-        except Exception as error:  # noqa: BLE001 — as in the background
+            ended = self._step() is None
+        except Exception as error:
             self._fail(error)
             self._require_writable()
+            raise
+        if ended:
+            # Nothing is left but changes of pages that are away: what is in the way of them is the caller's
+            # to know.
+            self._flusher.bring()
 
     def _make_room_in_redo(self) -> None:
         while self._state.dirty_bytes > self._flusher.flush_above_bytes:
-            self._flusher.step()
+            if self._flusher.step() is None:
+                self._flusher.bring()
 
     def _wait_for_room(self, timeout_s: float | None) -> None:
         """Return once there is memory for more changes."""
@@ -501,6 +553,18 @@ class Core:
             self._task.wake()
         return seq
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """For who writes pages besides the flusher: nothing is flushed meanwhile."""
+        self._require_writable()
+        with self._stepping:
+            try:
+                self._flusher.finish()
+                yield
+            except Exception as error:  # noqa: BLE001 — as in the background
+                self._fail(error)
+                self._require_writable()
+
     @property
     def registry(self) -> CollectorRegistry:
         return self._log.registry
@@ -509,12 +573,13 @@ class Core:
         """The registry with everything that is measured here."""
         return self._log.registry
 
-    def check(self) -> Iterator[Finding]:
-        """Verify the log and the pages, byte for byte. An empty answer means that both are sound."""
+    def check(self, *, away: bool = False) -> Iterator[Finding]:
+        """Verify the log and the pages, byte for byte. An empty answer means that both are sound. Pages that
+        are away are read only with `away`; their references always are."""
         self._require_open()
-        return self._check()
+        return self._check(away=away)
 
-    def _check(self) -> Iterator[Finding]:
+    def _check(self, *, away: bool) -> Iterator[Finding]:
         marks = self.marks()
         if list(marks) != sorted(marks, reverse=True):
             yield Finding("error", f"the marks are out of order: {marks}", self._log.directory)
@@ -530,6 +595,7 @@ class Core:
             boundaries=self._state.boundaries,
             seq_durable=lambda: self._wal.durable_seq,
             read_value=self._values.read,
+            read_away=self._state.away.read if away else None,
         )
 
     def _locate(self, seq: int) -> tuple[int, int]:
@@ -547,6 +613,7 @@ class Core:
             self._closing = True
             self._applied_more.notify_all()
         self._checkpoint_task.stop()
+        self._bring_task.stop()
         self._task.stop()
         with self._checkpointing:
             self._checkpointer.close()
@@ -625,6 +692,7 @@ def new_meta(creation: Creation) -> Meta:
         changed_seq=0,
         checkpoint_seq=0,
         checkpoints_due=[],
+        pages_from=0,
     )
 
 

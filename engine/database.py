@@ -19,6 +19,7 @@ from typing import Any
 
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
+from lowwater.engine.away import BlockSource
 from lowwater.engine.catalogue import Fork, fork_entry
 from lowwater.engine.chain import Chain, seal_entry
 from lowwater.engine.checkpoints import Checkpoints
@@ -71,11 +72,19 @@ class Database(Reading):
         seams: Seams,
         options: EngineOptions,
         checkpoints: Checkpoints,
+        blocks: BlockSource | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._one_checkpoint = threading.Lock()
         super().__init__(
-            log, store, meta, seams=seams, options=options, checkpoints=checkpoints, progress=progress
+            log,
+            store,
+            meta,
+            seams=seams,
+            options=options,
+            checkpoints=checkpoints,
+            blocks=blocks,
+            progress=progress,
         )
         self._locks = LockManager(seams.clock)
         self._transactions = itertools.count(1)
@@ -153,11 +162,16 @@ class Database(Reading):
         """The same without waiting: a ticket."""
         state = self._state
         self._wait_for_room(timeout_s)
-        with state.lock:
-            self._require_writable()
-            if decide is not None:
-                decide()
-            ticket = self._commit(encode, keys, timeout_s)
+
+        def order() -> Any:
+            with state.lock:
+                self._require_writable()
+                if decide is not None:
+                    decide()
+                return self._commit(encode, keys, timeout_s)
+
+        # Without a condition nothing is read.
+        ticket = order() if decide is None else state.away.call(order)
         self._wake_flusher()
         return ticket
 
@@ -179,7 +193,8 @@ class Database(Reading):
 
         def decide() -> None:
             prefix = self._prefix(bucket)
-            for found in self._state.scan(bucket, prefix, after_prefix(prefix)):
+            found = self._state.first(bucket, prefix, after_prefix(prefix))
+            if found is not None:
                 self._await(found.seq)
                 raise NotEmpty(f"the bucket {bucket!r} holds {found.key!r} and perhaps more")
             if self._state.is_held(prefix, after_prefix(prefix)):
@@ -364,8 +379,12 @@ class Database(Reading):
     def _commit_transaction(self, entries: Sequence[Put | Delete], decide: Callable[[], None]) -> int | None:
         if entries:
             return self.write(entries, decide=decide)
-        with self._state.lock:
-            decide()
+
+        def check() -> None:
+            with self._state.lock:
+                decide()
+
+        self._state.away.call(check)
         return None
 
     def _bucket_check(self, bucket: str) -> Callable[[], None]:
@@ -553,12 +572,20 @@ def open_database(
     seams: Seams,
     options: EngineOptions,
     checkpoints: Checkpoints,
+    blocks: BlockSource | None = None,
     progress: Progress | None = None,
 ) -> Database:
     meta = meta_of(log, store)
     assert meta is not None, "a database's log has its first entry from the beginning"
     return Database(
-        log, store, meta, seams=seams, options=options, checkpoints=checkpoints, progress=progress
+        log,
+        store,
+        meta,
+        seams=seams,
+        options=options,
+        checkpoints=checkpoints,
+        blocks=blocks,
+        progress=progress,
     )
 
 

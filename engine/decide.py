@@ -162,7 +162,7 @@ def _live_seq(state: State, bucket: str, key: str, row: Row | None) -> int:
 def is_in_use(state: State, bucket: str) -> bool:
     """Whether the bucket holds something, or may when a transaction commits."""
     low, high = state.prefixes[bucket], after_prefix(state.prefixes[bucket])
-    return next(state.scan(bucket, low, high), None) is not None or state.is_held(low, high)
+    return state.first(bucket, low, high) is not None or state.is_held(low, high)
 
 
 # ---------------------------------------------------------------------------- transactions
@@ -170,7 +170,7 @@ def is_in_use(state: State, bucket: str) -> bool:
 
 def conflicts(state: State, key: bytes, snapshot_seq: int, txn: int) -> bool:
     """Whether the transaction may not write the key."""
-    if state.newest_seq(key, txn) > snapshot_seq:
+    if state.newest_seq(key, txn, above=snapshot_seq) > snapshot_seq:
         return True
     if len(state.transactions.open) == 1 and txn in state.transactions.open:
         return False
@@ -212,7 +212,7 @@ def has_changed(
     state: State, keys: Iterable[bytes], ranges: Iterable[tuple[bytes, bytes]], seq: int, txn: int
 ) -> bool:
     """Whether others have changed since `seq` what a transaction has read."""
-    return any(state.newest_seq(key, txn) > seq for key in keys) or any(
+    return any(state.newest_seq(key, txn, above=seq) > seq for key in keys) or any(
         state.changed_since(low, high, seq, txn) for low, high in ranges
     )
 

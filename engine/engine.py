@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
+from lowwater.engine.away import BlockSource
 from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings, seal_entry
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import EngineOptions, identity_of, meta_of, new_meta
@@ -84,9 +85,10 @@ class Engine(Reading):
         options: EngineOptions | None = None,
         seams: Seams | None = None,
         store: PageStore | None = None,
+        blocks: BlockSource | None = None,
     ) -> None:
         """Open the engine in the directory `data`, or make one there. `orchestrator` is told what the engine
-        itself wants to have ordered. The last four are what a test, or a simulation, puts in their place."""
+        itself wants to have ordered. The last five are what a test, or a simulation, puts in their place."""
         if tier is not None:
             raise InputError("this version keeps nothing in an object store", hint="leave `tier` out")
         settings = configured(data, config)
@@ -107,6 +109,7 @@ class Engine(Reading):
                 seams=found,
                 options=options or settings.options,
                 checkpoints=Checkpoints(found.files, settings.path, owned=True),
+                blocks=blocks,
                 progress=progress,
             )
 
@@ -154,11 +157,18 @@ class Engine(Reading):
         self._wait_for_room(None)
         if asks_for_checkpoint:
             self._make_checkpoints_below(DUE_MAX)
-        with self._state.lock:
-            self._require_writable()
-            if seq - len(members) < self._state.applied:
-                return self._apply_again(seq, members, group_seq_last)
-            refusal = self._apply(seq, members, group_seq_last)
+
+        def apply() -> Outcome | Refusal | None:
+            with self._state.lock:
+                self._require_writable()
+                if seq - len(members) < self._state.applied:
+                    return self._apply_again(seq, members, group_seq_last)
+                return self._apply(seq, members, group_seq_last)
+
+        # What a condition rests on may have to be read from afar, before anything is decided.
+        refusal = self._state.away.call(apply)
+        if isinstance(refusal, Outcome):
+            return refusal
         self._wake_flusher()
         if self._upkeep_task is not None and isinstance(members[0], Control):
             self._upkeep_task.wake()

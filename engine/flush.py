@@ -8,26 +8,30 @@ Always true:
     the transaction that has it is durable;
   - the transaction table goes to the store with every group, and with a page which transactions its rows
     carry: a page that is written has no row of a transaction that had ended when the group was frozen;
+  - nothing is read from afar: changes of a page that is away stay in memory, and keep `redo_seq` down, until
+    the page was brought (`bring`). All others are flushed meanwhile;
   - one group is under way at a time.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 import cbor2
 
+from lowwater.engine.away import PageAway
 from lowwater.engine.due import as_stored
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.keeping import limited
 from lowwater.engine.measure import Measured
 from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge, merge_puts, page_key, stored_page
 from lowwater.engine.ranges import Layout, Range, Records
-from lowwater.engine.records import PageVersion, page_version, put_columns
+from lowwater.engine.records import PageVersion, Record, page_version, put_columns
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
 from lowwater.engine.transaction_table import (
     TABLE_KEY,
@@ -43,6 +47,7 @@ from lowwater.engine.trim import Trimmer
 
 BEFORE_COMMIT = Failpoint("pages.before_commit")
 AFTER_COMMIT = Failpoint("pages.after_commit")
+BEFORE_RETURN = Failpoint("pages.before_return")
 
 # What a group writes is in memory three times over: merged, encoded, and in the store's transaction. So it is
 # at most this, and no more than a share of the pool.
@@ -61,7 +66,7 @@ SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
 META_KEY = b"state"
-META_VERSION = 2
+META_VERSION = 3
 # Memory goes back to the system after flushes that have freed so much, or an eighth of the pool.
 TRIM_AFTER_BYTES_MIN = 8 * 2**20
 # Of the pool, what changes may take before they are flushed; pages and objects have the rest.
@@ -74,6 +79,13 @@ class Kept(NamedTuple):
     floor: int
     per_key_max: int | None
     needed: list[int]
+
+
+class _Merged(NamedTuple):
+    """What became of a range: its new layout, and the changed keys whose pages are away."""
+
+    layout: Layout
+    waiting: list[bytes]
 
 
 class Flusher:
@@ -105,7 +117,14 @@ class Flusher:
         self._view: View = {}
         self._ended: set[bytes] = set()
         self._has_table = bool(state.transactions.rows)
-        self.groups = self.pages_written = self.pages_deleted = 0
+        # Pages that changes wait for, with the references in their places; those of them that were read; and
+        # whether it is time to go on with those.
+        self.awaited: dict[bytes, bytes] = {}
+        self._brought: dict[bytes, tuple[bytes, Page]] = {}
+        self._bringing = threading.Lock()
+        self._brought_bytes = 0
+        self._goes_on = False
+        self.groups = self.pages_written = self.pages_deleted = self.pages_returned = 0
 
     # ------------------------------------------------------------------ when
 
@@ -133,9 +152,12 @@ class Flusher:
         """One short piece of work."""
         if self._job is None:
             group = self._choose()
-            if group is None:
+            if group is not None:
+                self._job = self._flush(group)
+            elif self._state.away.is_return_due:
+                self._job = self._return_pages()
+            else:
                 return None
-            self._job = self._flush(group)
         try:
             next(self._job)
         except StopIteration:
@@ -152,14 +174,20 @@ class Flusher:
             for each in state.map.ranges:
                 if len(each.dirty) > CHANGES_MAX and all(key in self._unstored for key in each.layout.keys):
                     self._divide_changes(each)
-            ranges = [each for each in state.map.ranges if each.dirty]
+            if self._goes_on:
+                self._goes_on = False
+                for key in list(self._brought):
+                    state.map.find(key).waiting = 0
+            ranges = [each for each in state.map.ranges if each.has_news]
             if self._wanted_seq and self.flushed_redo_seq <= self._wanted_seq:
-                old = [each for each in ranges if each.rec_seq <= self._wanted_seq]
-                return _as_group(sorted(old, key=_rec_seq), self._group_bytes)
+                wanted = [each for each in state.map.ranges if 0 < each.rec_seq <= self._wanted_seq]
+                old = [each for each in wanted if each.has_news]
+                if old or not wanted:
+                    return _as_group(sorted(old, key=_rec_seq), self._group_bytes)
             crowded = [each for each in ranges if _is_crowded(each)]
             if crowded:
                 return crowded[:1]
-            if state.dirty_bytes > self.flush_above_bytes:
+            if state.dirty_bytes > self.flush_above_bytes and ranges:
                 return _as_group(sorted(ranges, key=_change_count, reverse=True), self._group_bytes)
             if self.sweeps or self.sweep_is_due:
                 return self._choose_to_sweep()
@@ -175,7 +203,8 @@ class Flusher:
         if ended:
             for each in state.map.ranges:
                 if each.low >= self._sweep_low and (
-                    not ended.isdisjoint(each.txns) or any(transactions.carries(each.layout.keys, ended))
+                    (each.has_news and not ended.isdisjoint(each.txns))
+                    or any(transactions.carries(each.layout.keys, ended))
                 ):
                     found.append(each)
                     if len(found) * RANGE_PAGES * 8192 >= self._group_bytes:
@@ -187,11 +216,97 @@ class Flusher:
     # ------------------------------------------------------------------ one group
 
     def flush_all(self) -> None:
-        """Have everything that is applied in the pages when this returns."""
+        """Have everything that is applied in the pages when this returns, but for what waits for pages that
+        are away: the log has that."""
         self.want(self._state.applied)
         wanted = self._state.applied
-        while not self.is_flushed(wanted):
+        while not self.is_flushed(wanted) and self.step() is not None:
+            pass
+
+    # ------------------------------------------------------------------ pages that are away
+
+    @property
+    def can_bring(self) -> bool:
+        """Whether there is a page to be read, and room for it."""
+        return len(self._brought) < len(self.awaited) and self._brought_bytes < self._group_bytes
+
+    def bring(self) -> bool:
+        """Read one page that changes wait for, from where it is, for the next group. False where there is
+        none to read: then those that were read are flushed. Raises what is in the way of this one; the next
+        call asks for another. Not with a lock."""
+        with self._bringing:
+            key = next((key for key in self.awaited if key not in self._brought), None)
+            if key is None or self._brought_bytes >= self._group_bytes:
+                self._goes_on = self._goes_on or bool(self._brought)
+                return False
+            # To the end: the next call asks for another one.
+            data = self.awaited[key] = self.awaited.pop(key)
+        try:
+            page = self._state.away.read(key, data)
+        except BaseException:
+            with self._bringing:
+                # Those that were read need not wait for it.
+                self._goes_on = self._goes_on or bool(self._brought)
+            raise
+        with self._bringing:
+            if self.awaited.get(key) == data and key not in self._brought:
+                self._brought[key] = data, page
+                self._brought_bytes += page.size_bytes
+            self._goes_on = self._goes_on or not self.can_bring
+        return True
+
+    def _fetch(self, layout: Layout, index: int) -> Page | None:
+        """A page to be merged into; None where it is away and was not brought yet."""
+        key = layout.keys[index]
+        page = layout.pages[index]
+        if page is None:
+            try:
+                page = self._state.fetch(layout, index)
+            except PageAway as away:
+                found = self._brought.get(key)
+                if found is None or found[0] != away.data:
+                    self._forget_brought([key])
+                    with self._bringing:
+                        self.awaited[key] = away.data
+                    return None
+                page = found[1]
+        return page
+
+    def _forget_brought(self, keys: Iterable[bytes]) -> None:
+        with self._bringing:
+            for key in keys:
+                self.awaited.pop(key, None)
+                if (found := self._brought.pop(key, None)) is not None:
+                    self._brought_bytes -= found[1].size_bytes
+
+    def finish(self) -> None:
+        """Have nothing under way."""
+        while self._job is not None:
             self.step()
+
+    def put_back(self) -> None:
+        """Have pages that were read from afar in the store again. Nothing is under way."""
+        assert self._job is None
+        for _ in self._return_pages():
+            pass
+
+    def _return_pages(self) -> Generator[None, None, None]:
+        """Pages that were read from afar go back in the place of their references, if these still stand."""
+        state = self._state
+        waiting = state.away.returning()
+        keys = [key for key, _, _ in waiting]
+        stored = state.store.get_many(keys)
+        yield
+        puts = [
+            (key, encode_page(page, key))
+            for (key, data, page), there in zip(waiting, stored, strict=True)
+            if there == data
+        ]
+        if puts:
+            BEFORE_RETURN()
+            state.store.write(puts, [], {})
+        self.pages_returned += len(puts)
+        state.away.returned(keys)
 
     def _flush(self, group: list[Range]) -> Generator[None, None, None]:
         state = self._state
@@ -215,8 +330,9 @@ class Flusher:
         puts: list[tuple[bytes, bytes]] = []
         deletes: list[bytes] = []
         layouts: list[Layout] = []
+        waiting: dict[Range, list[bytes]] = {}
         for each in group:
-            layout = yield from self._merge_range(each, frozen_seq, kept, puts, deletes)
+            layout, waiting[each] = yield from self._merge_range(each, frozen_seq, kept, puts, deletes)
             layouts.append(layout)
         marks = self._marks(puts, deletes, layouts)
         with state.lock:
@@ -224,7 +340,7 @@ class Flusher:
                 before, each.layout = each.layout, layout
                 each.epoch += 1
                 state.clean.forget(before)
-            redo_seq = self._redo_seq(group, frozen_seq)
+            redo_seq = self._redo_seq([each for each in group if not waiting[each]], frozen_seq)
             changes = self._exchange_marks(marks, redo_seq)
         meta["redo_seq"] = redo_seq
         written = {key for key, _ in puts}
@@ -247,8 +363,10 @@ class Flusher:
         del puts
         yield
         for each, layout in zip(group, layouts, strict=True):
-            freed_bytes += self._let_go(each, layout)
+            freed_bytes += self._let_go(each, layout, waiting[each])
             yield
+        if self.awaited:
+            self._forget_brought([*written, *deletes])
         self._trimmer.freed(freed_bytes)
         state.limit_clean()
         self.flushed_redo_seq = redo_seq
@@ -316,9 +434,8 @@ class Flusher:
         kept: Kept,
         puts: list[tuple[bytes, bytes]],
         deletes: list[bytes],
-    ) -> Generator[None, None, Layout]:
-        """The layout of a range with what is frozen merged into its pages."""
-        state = self._state
+    ) -> Generator[None, None, _Merged]:
+        """The layout of a range with what is frozen merged into its pages, of those that are here."""
         before = each.layout
         assert each.frozen is not None
         all_changed = yield from _sorted(each.frozen)
@@ -326,6 +443,7 @@ class Flusher:
         start = 0
         keys: list[bytes] = []
         pages: list[Page | None] = []
+        waiting: list[bytes] = []
         # Below the first page there is none: it was empty once, or never was.
         for index, end in enumerate(ends, -1):
             changed, start = all_changed[start:end], end
@@ -338,7 +456,12 @@ class Flusher:
             page = None
             if index >= 0:
                 low = before.keys[index]
-                page = before.pages[index] or state.fetch(before, index)
+                page = self._fetch(before, index)
+                if page is None:
+                    waiting += changed
+                    keys.append(low)
+                    pages.append(None)
+                    continue
             merged = yield from self._merge_page(each, page, low, changed, frozen_seq, kept)
             if page is not None and not (merged and merged[0][0] == low):
                 seq = max(frozen_seq, page.seq)
@@ -356,7 +479,7 @@ class Flusher:
                 if number % 4 == 3:
                     yield
             yield
-        return Layout(keys, pages)
+        return _Merged(Layout(keys, pages), waiting)
 
     def _merge_page(
         self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, kept: Kept
@@ -408,12 +531,15 @@ class Flusher:
         """Whether the page before may take over the keys of one that has become empty: its seq would say
         that it has all their changes up to there. So it must not be above `seq`, which is what is known of
         them (redo meets pages that are ahead of it), and it must be of the same range: others are flushed
-        at other times."""
+        at other times. One that is away stays as it is: changes of its own may wait for it."""
         if not keys:
             return each.low == LOWEST  # before the first page of all there is none
         page = pages[-1]
         if page is None:
-            page = self._state.fetch(before, before.index(keys[-1]))
+            try:
+                page = self._state.fetch(before, before.index(keys[-1]))
+            except PageAway:
+                return False
         return page.seq <= seq
 
     def _age(
@@ -451,17 +577,16 @@ class Flusher:
                     continue
             yield key, versions
 
-    def _let_go(self, each: Range, layout: Layout) -> int:
-        """The pages are durable: changes leave memory, and so do pages that nobody reads. Returns how many
-        bytes the changes took."""
+    def _let_go(self, each: Range, layout: Layout, waiting: list[bytes]) -> int:
+        """The pages are durable: changes leave memory, but for those that wait, and so do pages that nobody
+        reads. Returns how many bytes the changes took."""
         state = self._state
         assert each.frozen is not None
-        freed = sum(
-            sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records)
-            for records in (each.frozen.values(), *each.frozen_older.values())
-        )
+        freed = _bytes_of([each.frozen.values(), *each.frozen_older.values()])
+        for key in waiting:
+            freed -= _bytes_of([[each.frozen[key]], each.frozen_older.get(key, [])])
         with state.lock:
-            each.thaw()
+            each.thaw(waiting)
             state.dirty_bytes -= freed
             state.clean.adopt(layout)
             if len(layout.keys) > 2 * RANGE_PAGES:
@@ -533,6 +658,7 @@ class Flusher:
             "changed_seq": state.changed_seq,
             "checkpoint_seq": state.checkpoint_seq,
             "checkpoints_due": as_stored(state.checkpoints_due),
+            "pages_from": state.pages_from,
         }
 
 
@@ -566,6 +692,10 @@ def _as_group(ranges: list[Range], group_bytes: int) -> list[Range]:
 
 def _is_crowded(each: Range) -> bool:
     return len(each.dirty) > CHANGES_MAX and len(each.layout.keys) < RANGE_PAGES
+
+
+def _bytes_of(every: Iterable[Collection[Record]]) -> int:
+    return sum(sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records) for records in every)
 
 
 def _rec_seq(each: Range) -> int:

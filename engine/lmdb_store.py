@@ -54,7 +54,7 @@ NEW = ".new"
 # Stands in the unnamed database, beside the names of the others.
 FORMAT_KEY = b"lowwater.pages"
 FORMAT = b"1"
-NAMES = (b"pages", b"references", b"meta")
+NAMES = (b"pages", b"meta")
 
 READERS_MAX = 126
 # The rest of LMDB's reader slots are for tools in other processes.
@@ -183,7 +183,7 @@ class LmdbPages:
         gate = self._gate
         gate.enter()
         try:
-            transaction = self._begin(self._pages)
+            transaction: lmdb.Transaction[bytes] = self._begin(self._pages)
             try:
                 return transaction.get(key)
             finally:
@@ -206,14 +206,24 @@ class LmdbPages:
 
         def run(transaction: lmdb.Transaction[bytes]) -> list[bytes]:
             cursor = transaction.cursor(self._pages)
-            found = cursor.set_range(last) if last else cursor.first()
-            if found and cursor.key() == last:
-                found = cursor.next()
-            return list(islice(cursor.iternext(True, False), RUN_KEYS)) if found else []
+            return list(islice(cursor.iternext(True, False), RUN_KEYS)) if _is_after(cursor, last) else []
 
         while keys := self._read(run):
             yield from keys
             last = keys[-1]
+
+    def page_sizes(self) -> Iterator[tuple[bytes, int]]:
+        last = b""
+
+        def run(transaction: lmdb.Transaction[Any]) -> list[tuple[bytes, int]]:
+            cursor = transaction.cursor(self._pages)
+            if not _is_after(cursor, last):
+                return []
+            return [(bytes(key), len(page)) for key, page in islice(cursor.iternext(), RUN_KEYS)]
+
+        while sizes := self._read(run, views=True):
+            yield from sizes
+            last = sizes[-1][0]
 
     def rows(self) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Everything that is in the store: table, key and value, in order."""
@@ -245,17 +255,18 @@ class LmdbPages:
 
         return self._read(read)
 
-    def _read(self, action: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+    def _read(self, action: Callable[[lmdb.Transaction[Any]], T], *, views: bool = False) -> T:
+        """`views` gives views into the map instead of bytes: they end with the transaction."""
         try:
-            return self._read_once(action)
+            return self._read_once(action, views=views)
         except lmdb.Error as error:
             failure = error
-        return self._again(failure, action)
+        return self._again(failure, action, views=views)
 
-    def _read_once(self, action: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+    def _read_once(self, action: Callable[[lmdb.Transaction[Any]], T], *, views: bool) -> T:
         self._gate.enter()
         try:
-            transaction = self._begin()
+            transaction = self._begin(buffers=views)
             try:
                 return action(transaction)
             finally:
@@ -263,7 +274,9 @@ class LmdbPages:
         finally:
             self._gate.leave()
 
-    def _again(self, failure: lmdb.Error, action: Callable[[lmdb.Transaction[bytes]], T]) -> T:
+    def _again(
+        self, failure: lmdb.Error, action: Callable[[lmdb.Transaction[Any]], T], *, views: bool = False
+    ) -> T:
         """Deal with the failure of a read, where that is possible, and read again."""
         with _translated(self.path, "read pages"):
             while True:
@@ -277,7 +290,7 @@ class LmdbPages:
                 else:
                     raise failure
                 try:
-                    return self._read_once(action)
+                    return self._read_once(action, views=views)
                 except lmdb.Error as error:
                     # Each of these can happen again only after somebody did something again.
                     if type(error) is type(failure) and generation == self._generation:
@@ -413,8 +426,8 @@ class LmdbPages:
         if found != FORMAT:
             raise NewerVersion(f"the page store has format {found!r}, and not {FORMAT!r}", path=self.path)
         self._databases = [environment.open_db(name, create=False) for name in NAMES]
-        self._pages, _, self._meta = self._databases
-        self._begin = environment.begin
+        self._pages, self._meta = self._databases
+        self._begin: Callable[..., Any] = environment.begin
 
     def _counted_bytes(self) -> int:
         page_bytes: int = self._environment.stat()["psize"]
@@ -442,10 +455,15 @@ class LmdbPages:
 
 def _run(database: Any, after: bytes, transaction: lmdb.Transaction[bytes]) -> list[tuple[bytes, bytes]]:
     cursor = transaction.cursor(database)
-    found = cursor.set_range(after) if after else cursor.first()
+    return list(islice(cursor.iternext(True, True), RUN_ROWS)) if _is_after(cursor, after) else []
+
+
+def _is_after(cursor: Any, after: bytes) -> bool:
+    """Set the cursor to the first key above `after`. False where there is none."""
+    found: bool = cursor.set_range(after) if after else cursor.first()
     if found and cursor.key() == after:
         found = cursor.next()
-    return list(islice(cursor.iternext(True, True), RUN_ROWS)) if found else []
+    return found
 
 
 def _growth(now: int) -> int:

@@ -108,6 +108,12 @@ class MemoryPages:
             yield from keys
             last = keys[-1]
 
+    def page_sizes(self) -> Iterator[tuple[bytes, int]]:
+        for key in self.page_keys():
+            data = self._pages.get(key)
+            if data is not None:
+                yield key, len(data)
+
     def get(self, key: bytes) -> bytes | None:
         return self.get_many([key])[0]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from lowwater.engine.away import BlockSource
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.database import Database, EngineOptions, open_database
 from lowwater.engine.lmdb_store import LmdbPages
@@ -102,6 +103,7 @@ def open_with(
     log_directory: str | None = None,
     create: bool = True,
     registry: CollectorRegistry | None = None,
+    blocks: BlockSource | None = None,
     progress: Progress | None = None,
 ) -> Database:
     """The same with everything that a test, or a simulation, puts in its place."""
@@ -113,6 +115,7 @@ def open_with(
             seams=found,
             options=options or EngineOptions(),
             checkpoints=Checkpoints(found.files, path, owned=True),
+            blocks=blocks,
             progress=progress,
         )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lowwater.engine.pages import BUCKET, KEY_END, REFERENCE, TOMBSTONE, Page, decode_page
 from lowwater.engine.pagestore import PageStore
+from lowwater.engine.references import decode_reference, is_reference
 from lowwater.errors import LowwaterError
 
 # Pages of one transaction of the store.
@@ -33,13 +34,15 @@ class PageInfo(NamedTuple):
     large: int
     buckets: int
     problem: str | None
+    is_away: bool = False
+    """There is a reference in its place: of what is in it, only the number of rows is known."""
 
 
 class Summary:
     """All pages of a listing together. Histograms are by powers of two: under 8 is what has 8 to 15."""
 
     def __init__(self) -> None:
-        self.pages = self.damaged = 0
+        self.pages = self.damaged = self.away = 0
         self.keys = self.rows = self.bytes = self.deleted = self.large = 0
         self.seq_first = self.seq_last = 0
         self.by_rows: dict[int, int] = {}
@@ -48,7 +51,10 @@ class Summary:
     def add(self, page: PageInfo) -> None:
         self.pages += 1
         self.bytes += page.bytes
-        _count(self.by_bytes, page.bytes)
+        if page.is_away:
+            self.away += 1
+        else:
+            _count(self.by_bytes, page.bytes)
         if page.problem is not None:
             self.damaged += 1
             return
@@ -83,6 +89,12 @@ def list_pages(store: PageStore, low: bytes = b"", high: bytes = KEY_END) -> Ite
 
 def _info(low: bytes, high: bytes, data: bytes) -> PageInfo:
     try:
+        if is_reference(data):
+            reference = decode_reference(data, low)
+            rows = reference.row_count
+            return PageInfo(
+                low, high, low, low, rows, rows, len(data), reference.page_seq, 0, 0, 0, None, is_away=True
+            )
         page = decode_page(data, low)
         keys = page.keys
     except LowwaterError as error:

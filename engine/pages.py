@@ -661,8 +661,15 @@ def merge(
         if at < len(keys) and keys[at] == key:
             end = bisect_right(keys, key, at) if many else at + 1
             seq_above = versions[-1][1]
-            assert seqs[at] <= seq_above, "a record is older than its page"
-            kept = end if seq_above <= floor else at + (seqs[at] == seq_above)
+            # A page that was made from a checkpoint may have rows of frames that it does not claim to hold:
+            # these come again, all of them.
+            assert seqs[at] <= seq_above or seqs[at] > seq_held, "a record is older than its page"
+            if seq_above <= floor:
+                kept = end
+            elif seqs[at] <= seq_above:
+                kept = at + (seqs[at] == seq_above)
+            else:
+                kept = bisect_left(seqs, 1 - seq_above, at, end, key=neg)
             if flag & TOMBSTONE and seq <= floor:
                 del keys[at:end], seqs[at:end], times[at:end], flags[at:end]
                 del metadata[at:end], values[at:end]
@@ -697,7 +704,7 @@ def merge(
     assert keys[0] >= low, "a key below its page"
     merged = Page(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
     if sweep and min(seqs) <= floor:
-        merged = _swept(merged, floor)
+        merged = swept(merged, floor)
     return _split(merged, low, cuts)
 
 
@@ -751,8 +758,9 @@ def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:
     return newer
 
 
-def _swept(page: Page, floor: int) -> Page:
-    """The page without the rows that the floor takes."""
+def swept(page: Page, floor: int) -> Page:
+    """The page without the rows that the floor takes: of each key, what is older than its newest version at
+    or below it, and that one where it is a deletion."""
     keep: list[bool] = []
     key_before = None
     below = False

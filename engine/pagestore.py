@@ -41,6 +41,10 @@ class PageStore(Protocol):
         may have either, all others come exactly once."""
         ...
 
+    def page_sizes(self) -> Iterator[tuple[bytes, int]]:
+        """The same with the size of each, in bytes. Pages are not read for that."""
+        ...
+
     def get(self, key: bytes) -> bytes | None:
         """One page, or None where there is none."""
         ...

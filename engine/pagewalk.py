@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
     key: bytes | None
     """The page's."""
     page: Page | bytes | None
-    """As it is stored, where it is not in memory."""
+    """As it is stored, where it is not in memory: perhaps as a reference."""
     changes: dict[bytes, list[Record]]
     """What is in no page yet, newest first."""
     is_whole: bool

@@ -19,7 +19,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 
 from lowwater.engine.pages import Page
-from lowwater.engine.records import Record
+from lowwater.engine.records import Record, is_transactional, transaction_of
 
 Records = dict[bytes, Record]
 Older = dict[bytes, list[Record]]
@@ -47,7 +47,7 @@ class Range:
     __slots__ = (
         "_sorted", "_sorted_frozen", "dirty", "epoch", "frozen", "frozen_odd", "frozen_older",
         "frozen_rec_seq", "frozen_since_s", "frozen_txns", "layout", "low", "odd", "older", "rec_seq",
-        "since_s", "txns",
+        "since_s", "txns", "waiting",
     )  # fmt: skip
 
     def __init__(self, low: bytes, layout: Layout) -> None:
@@ -64,6 +64,8 @@ class Range:
         # The transactions that have records in `dirty`.
         self.txns: set[int] = set()
         self.frozen_txns: set[int] = set()
+        # How many keys of `dirty` a flush has met whose pages were away.
+        self.waiting = 0
         self.frozen: Records | None = None
         self.frozen_older: Older = {}
         self.frozen_rec_seq = 0
@@ -79,14 +81,40 @@ class Range:
         self.frozen_odd, self.frozen_txns = self.odd, self.txns
         self.dirty, self.older, self.odd, self.txns, self.rec_seq = {}, {}, set(), set(), 0
         self._sorted, self._sorted_frozen = [], None
+        self.waiting = 0
         self.epoch += 1
 
-    def thaw(self) -> None:
-        """What was frozen is in the pages."""
+    def thaw(self, waiting: list[bytes] | None = None) -> None:
+        """What was frozen is in the pages, but for the keys that wait for theirs: these are as if they had
+        never been frozen."""
+        if waiting:
+            self._take_back(waiting)
         self.frozen, self.frozen_older, self.frozen_odd, self.frozen_rec_seq = None, {}, set(), 0
         self.frozen_txns = set()
         self._sorted_frozen = None
         self.epoch += 1
+
+    def _take_back(self, keys: list[bytes]) -> None:
+        assert self.frozen is not None
+        for key in keys:
+            record, before = self.frozen[key], self.frozen_older.get(key, [])
+            if key in self.dirty:
+                self.older[key] = [*before, record, *self.older.get(key, ())]
+            else:
+                self.dirty[key] = record
+                if before:
+                    self.older[key] = before
+            if key in self.frozen_odd:
+                self.odd.add(key)
+            self.txns.update(transaction_of(each) for each in (*before, record) if is_transactional(each))
+        self.rec_seq, self.since_s = self.frozen_rec_seq, self.frozen_since_s
+        self.waiting = len(keys)
+        self._sorted = []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are changes that do not wait for pages that are away, or may not."""
+        return len(self.dirty) > self.waiting
 
     def redo_seq(self) -> int:
         """The smallest seq that is not in the pages; 0 where there is none."""

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from lowwater.engine import content, format
+from lowwater.engine.away import PageAway
 from lowwater.engine.check import Finding
 from lowwater.engine.check_checkpoints import check_checkpoints
 from lowwater.engine.checkpoints import StoredCheckpoint
@@ -23,7 +24,7 @@ from lowwater.engine.pages import REFERENCE, after_prefix, encode_key
 from lowwater.engine.records import VALUE_PLACE, Head, Object, Page, PlaceReader, Unread
 from lowwater.engine.requests import Copied
 from lowwater.engine.transaction_table import Row
-from lowwater.errors import InputError, LowwaterError, NotFound, VersionGone
+from lowwater.errors import InputError, LowwaterError, NotFound, RetryError, VersionGone
 
 LIMIT_DEFAULT = 1000
 _NO_OBJECT = Object("", "", b"", None, 0, 0)
@@ -59,6 +60,10 @@ class Reading(Core):
             self._await(rests_on)
         return found, rests_on
 
+    def _newest_here(self, bucket: str, key: str, reader: PlaceReader | None = None) -> Object | None:
+        """The same for who holds no lock: where the page is away, it is read."""
+        return self._state.away.call(lambda: self._newest(bucket, key, reader))[0]
+
     def _copied(self, bucket: str, key: str, row: Row | None = None) -> Copied:
         """With the state's lock: what a copy of this key holds, which is there for this transaction."""
         state = self._state
@@ -91,11 +96,15 @@ class Reading(Core):
                 if found is not None:
                     return found
                 durable_seq = self._wal.durable_seq
-                found, rests_on = state.newest(encoded, bucket, key, durable_seq)
-                if found is not None and rests_on <= durable_seq:
-                    return found
+                try:
+                    found, rests_on = state.newest(encoded, bucket, key, durable_seq)
+                except PageAway:
+                    pass  # it is read below
+                else:
+                    if found is not None and rests_on <= durable_seq:
+                        return found
         self._require_open()
-        found = self._newest(bucket, key)[0] if at is None else self._read_at(bucket, key, at, wait_s)
+        found = self._newest_here(bucket, key) if at is None else self._read_at(bucket, key, at, wait_s)
         if found is None:
             raise NotFound(f"there is no {key!r} in the bucket {bucket!r}" + (f" at {at}" if at else ""))
         return found
@@ -140,7 +149,7 @@ class Reading(Core):
         """An object, whose value is an `Unread` where it is a large one."""
         self._require_open()
         if at is None:
-            found = self._newest(bucket, key, Unread)[0]
+            found = self._newest_here(bucket, key, Unread)
         else:
             found = self._read_at(bucket, key, at, wait_s, Unread)
         if found is None:
@@ -156,7 +165,7 @@ class Reading(Core):
         )
         pinned = self._pin(at, wait_s)
         try:
-            return self._state.at(encoded, bucket, key, pinned, reader)
+            return self._state.away.call(lambda: self._state.at(encoded, bucket, key, pinned, reader))
         finally:
             self._state.unpin(pinned)
 
@@ -186,6 +195,12 @@ class Reading(Core):
             self._wait_applied(seq, timeout_s)
         if seq < state.floor:
             raise VersionGone(f"versions below {state.floor} were dropped", seq=seq)
+        if seq < state.pages_from:
+            raise VersionGone(
+                f"what is older than {state.pages_from} is not here",
+                seq=seq,
+                hint="these pages were made from a checkpoint of that seq: older versions are in the archive",
+            )
         keeping = state.keeping
         if seq < keeping.exact_from and not keeping.is_exact(seq, state.applied, state.snapshots):
             raise VersionGone(f"not all versions below {keeping.exact_from} are kept", seq=seq)
@@ -291,8 +306,8 @@ class Reading(Core):
             base = self._checkpoints.not_above(pinned)
             try:
                 return self._root_at(pinned, base)
-            except LowwaterError:
-                if base is None:
+            except LowwaterError as error:
+                if base is None or isinstance(error, RetryError):
                     raise
                 # A checkpoint that is damaged, of which `check()` tells, or removed meanwhile, is no reason
                 # not to read what it was made of.
@@ -307,8 +322,8 @@ class Reading(Core):
     def _buckets_at(self, seq: int) -> Sequence[Object]:
         return [*self._state.scan("", b"\0", b"\1", seq)]
 
-    def _check(self) -> Iterator[Finding]:
-        yield from super()._check()
+    def _check(self, *, away: bool) -> Iterator[Finding]:
+        yield from super()._check(away=away)
         yield from check_checkpoints(
             self._seams.files,
             self._checkpoints.data_directory,

@@ -28,7 +28,7 @@ import cbor2
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.directory import typed_errors
-from lowwater.engine.due import Due, from_stored
+from lowwater.engine.due import Due, as_stored, from_stored
 from lowwater.engine.flush import META_KEY, META_VERSION
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.log import Log
@@ -39,6 +39,8 @@ from lowwater.engine.state import State
 from lowwater.errors import Corrupt, InputError, NewerVersion, OlderVersion
 
 READ_BYTES = 2**22
+# In the meta of a store that is being made from a checkpoint (`install.py`), until it is whole.
+INSTALLING_KEY = b"installing"
 # Pages are a cache: no code is kept that reads what an older one wrote.
 AGAIN_HINT = (
     "move this directory away and open again: pages are made from the log where it is whole from its first "
@@ -65,12 +67,19 @@ class Meta(NamedTuple):
     changed_seq: int
     checkpoint_seq: int
     checkpoints_due: list[Due]
+    pages_from: int
 
 
 def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:
     """None for a store that nothing was written to."""
     data = stored.get(META_KEY)
     if data is None:
+        if INSTALLING_KEY in stored:
+            raise Corrupt(
+                "these pages were being made from a checkpoint, and that did not end",
+                path=path,
+                hint="restore again: it goes on where it was",
+            )
         if stored:
             raise Corrupt("the page store has no state", path=path)
         return None
@@ -86,6 +95,19 @@ def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:
         raise
     except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
         raise Corrupt("the page store's state cannot be read", path=path) from error
+
+
+def encode_meta(meta: Meta) -> bytes:
+    """What `read_meta` reads."""
+    data: bytes = cbor2.dumps(
+        {
+            **meta._asdict(),
+            "version": META_VERSION,
+            "checkpoints_due": as_stored(meta.checkpoints_due),
+        },
+        canonical=True,
+    )
+    return data
 
 
 class Placed(NamedTuple):

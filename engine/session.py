@@ -259,10 +259,10 @@ def write_request(database: Database, request: Request, timeout_s: float | None,
             database._await(state.applied)  # what it rests on
             raise error_of(refusal, what)
         # Here, because it may have to wait for the log, which nobody can while entries are ordered.
-        copied.extend(
+        copied[:] = [
             database._copied(member.bucket, member.key) if isinstance(member, Copy) else None
             for member in members
-        )
+        ]
 
     def encode(chain: Chain, time_us: int) -> list[bytes]:
         group_seq_last = chain.seq_last + len(members) if isinstance(request, Write) else None

@@ -7,7 +7,9 @@ Always true:
   - a version of a transaction looks like any other; who finds one asks `transactions` whether it counts. That
     is decided for a page, or a record, with the lock: the answer is one moment's;
   - versions at or above `floor` can be read: dropping one that a pin or the horizon needs is a bug;
-  - what a read returns may rest on entries that are not durable yet: `rests_on` says up to which.
+  - what a read returns may rest on entries that are not durable yet: `rests_on` says up to which;
+  - a call that needs a page that is away raises PageAway before anything has changed: `away.call` reads the
+    page, without the lock, and calls again. Scans do that themselves.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter
 
 import cbor2
 
 from lowwater.engine import format
+from lowwater.engine.away import AwayPages, BlockSource, PageAway
 from lowwater.engine.catalogue import RECORDED, Catalogue, record_of
 from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
@@ -44,6 +48,7 @@ from lowwater.engine.records import (
     PageVersion,
     PlaceReader,
     Record,
+    Unread,
     encoded_key_of,
     is_deletion,
     is_mere_put,
@@ -55,6 +60,7 @@ from lowwater.engine.records import (
     seq_of,
     small_record_bytes,
 )
+from lowwater.engine.references import decode_reference, is_reference
 from lowwater.engine.sessions import SESSION_KINDS, Sessions, request_of_word
 from lowwater.engine.transaction_table import Row, Seen, TransactionTable, View, holder, seen
 from lowwater.errors import Corrupt, InternalError
@@ -90,9 +96,11 @@ class State:
         place_reader: PlaceReader,
         pool_bytes_max: int,
         now_s: Callable[[], float],
+        blocks: BlockSource | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.store = store
+        self.away = AwayPages(blocks, path=store.path, pool_bytes_max=pool_bytes_max)
         self.boundaries = boundaries
         self.inline_bytes_max = inline_bytes_max
         self.pool_bytes_max = pool_bytes_max
@@ -115,6 +123,7 @@ class State:
         self.catalogue = Catalogue()
         self.changed_seq = 0  # of the last entry that changed a key or a bucket
         self.versions_seq = 0  # these are those as of this seq, or of `applied` where that is higher
+        self.pages_from = 0  # of what was dropped before this seq, pages here know nothing
         self.checkpoint_seq = 0  # of the last checkpoint entry; this and the next as the snapshots
         self.checkpoints_due: list[Due] = []  # each pinned, until it is durable here
         self.is_checkpoint_here: Callable[[int], bool] = _never
@@ -385,7 +394,8 @@ class State:
             view = self.view_of(self.map.find(key), key)
             if view is None or not any(row.is_open and not row.doomed for row in view.values()):
                 return None  # without a look at the page, which may have to be read
-            records, page, row_index, view = self._versions(key)
+            # A page that is away has nothing of transactions of which it does not say what became.
+            records, page, row_index, view = self._versions(key, above=format.SEQ_MAX)
         return holder(records, page, row_index, view or {})
 
     def is_held(self, low: bytes, high: bytes) -> bool:
@@ -394,7 +404,7 @@ class State:
         while position is not None:
             with self.lock:
                 start = position
-                place, page, end, position = self._interval(start, high)
+                place, page, end, position = self._interval(start, high, above=format.SEQ_MAX)
                 keys = set(place.changed_keys(start, end)) if place.txns or place.frozen_txns else set()
                 if page is not None:
                     keys |= {
@@ -646,21 +656,27 @@ class State:
         layout.used[index] = 1
         return page
 
-    def _page_at(self, layout: Layout, index: int) -> Page:
-        """With the lock: a page that is looked at once, and leaves those in memory alone that are not."""
+    def _page_at(self, layout: Layout, index: int, above: int = 0) -> Page | None:
+        """With the lock: a page that is looked at once, and leaves those in memory alone that are not. None
+        where it is away, and has nothing above the seq `above`: who looks for that need not have it."""
         page = layout.pages[index]
         if page is not None:
             self.page_hits += 1
             return page
         self.page_misses += 1
-        return self.fetch(layout, index)
+        try:
+            return self.fetch(layout, index)
+        except PageAway as away:
+            if decode_reference(away.data, away.key).page_seq <= above:
+                return None
+            raise
 
     def limit_clean(self) -> None:
         """Give pages what changes and ready objects leave of the pool."""
         if not self.keeps_clean:
             self.clean.limit(0)
             return
-        rest = self.pool_bytes_max - self.dirty_bytes - self.pool_bytes_max // 4
+        rest = self.pool_bytes_max - self.dirty_bytes - self.pool_bytes_max // 4 - self.away.returning_bytes
         self.clean.limit(max(rest, self.pool_bytes_max // 16))
 
     def fetch(self, layout: Layout, index: int) -> Page:
@@ -670,19 +686,20 @@ class State:
         data = self.store.get(key)
         if data is None:
             raise Corrupt("a page is missing from the page store")
-        return decode_page(data, key)
+        return self.away.page(key, data) if is_reference(data) else decode_page(data, key)
 
     # ------------------------------------------------------------------ versions at a seq
 
-    def _versions(self, key: bytes) -> tuple[list[Record], Page | None, int, View | None]:
+    def _versions(self, key: bytes, above: int = 0) -> tuple[list[Record], Page | None, int, View | None]:
         """With the lock: all versions of a key that there are: records, then rows of a page, and with the
-        last one what says which of them count; None where all do."""
+        last one what says which of them count; None where all do. Of a page that is away and has nothing
+        above the seq `above` there are none."""
         place = self.map.find(key)
         layout = place.layout
         index = layout.index(key)
         page = None
         if index >= 0:
-            page = self._page_at(layout, index)
+            page = self._page_at(layout, index, above)
         view = self.view(place, layout.keys[index] if index >= 0 else None)
         return place.records_of(key), page, -1 if page is None else page.find(key), view
 
@@ -733,11 +750,12 @@ class State:
             time_us = each.time_us
         return frame_seq, each.seq, time_us, flags & ~UNSTAMPED, metadata, value
 
-    def newest_seq(self, key: bytes, viewer: int = 0) -> int:
+    def newest_seq(self, key: bytes, viewer: int = 0, *, above: int = 0) -> int:
         """The seq of the newest version of a key that is not the viewer's own, deletions included; 0 where
-        there is none, or only one that everybody sees who may be reading."""
+        there is none, or only one that everybody sees who may be reading. Of those that are not above the
+        seq `above`, it may say 0 as well."""
         with self.lock:
-            records, page, row, view = self._versions(key)
+            records, page, row, view = self._versions(key, above)
         if view is not None:
             others = (each.seq for each in seen(records, page, row, view, viewer=viewer) if not each.is_own)
             return next(others, 0)
@@ -761,7 +779,7 @@ class State:
         while position is not None:
             with self.lock:
                 start = position
-                place, page, end, position = self._interval(start, high)
+                place, page, end, position = self._interval(start, high, above=seq)
                 view = self.view_of(place, start)
                 changed = place.changed_keys(start, end)
                 if view is None and any(seq_of(place.records_of(key)[0]) > seq for key in changed):
@@ -769,7 +787,7 @@ class State:
             first, stop = (0, 0) if page is None else page.bounds(start, end)
             if view is not None:
                 keys = set(changed) if page is None else {*changed, *page.keys[first:stop]}
-                if any(self.newest_seq(key, viewer) > seq for key in sorted(keys)):
+                if any(self.newest_seq(key, viewer, above=seq) > seq for key in sorted(keys)):
                     return True
             elif page is not None and page.seq > seq and any(each > seq for each in page.seqs[first:stop]):
                 return True
@@ -792,9 +810,21 @@ class State:
         viewer: int = 0,
     ) -> Iterator[Object]:
         """The live objects from `low` to below `high`, in order, as of `at` (which is pinned), else as they
-        are when the scan comes by; with what the transaction `viewer` has written."""
+        are when the scan comes by; with what the transaction `viewer` has written. Not with the lock: pages
+        that are away are read, one by one."""
         seq = format.SEQ_MAX if at is None else at
         return chain.from_iterable(self._scan_pages(bucket, low, high, seq, reader, viewer))
+
+    def first(self, bucket: str, low: bytes, high: bytes | None) -> Object | None:
+        """The first live object from `low` to below `high`, if there is one."""
+        position: bytes | None = low
+        while position is not None:
+            found, position = self._scan_page(
+                bucket, 1 + len(bucket.encode()), position, high, format.SEQ_MAX, Unread, 0
+            )
+            if found:
+                return found[0]
+        return None
 
     def _scan_pages(
         self,
@@ -808,7 +838,11 @@ class State:
         skip = 1 + len(bucket.encode())
         position: bytes | None = low
         while position is not None:
-            objects, position = self._scan_page(bucket, skip, position, high, seq, reader, viewer)
+            scanned = partial(self._scan_page, bucket, skip, position, high, seq, reader, viewer)
+            try:
+                objects, position = scanned()
+            except PageAway:
+                objects, position = self.away.call(scanned, keeps=False)
             yield objects
 
     def _scan_page(
@@ -913,7 +947,7 @@ class State:
         return page.flags[each.row] & TOMBSTONE != 0
 
     def _interval(
-        self, low: bytes, high: bytes | None
+        self, low: bytes, high: bytes | None, above: int = 0
     ) -> tuple[Range, Page | None, bytes | None, bytes | None]:
         """With the lock: the range and the page of `low`, where that page ends or `high` does, and where the
         next one begins, None where nothing follows."""
@@ -927,7 +961,7 @@ class State:
             following = end
         page = None
         if index >= 0:
-            page = self._page_at(layout, index)
+            page = self._page_at(layout, index, above)
         return place, page, end, following
 
     def _overlaid(

@@ -101,7 +101,10 @@ class Transaction:
             if len(self._read_keys) == READ_KEYS_MAX:
                 raise LimitExceeded("a serializable transaction has read too many keys", hint="divide it")
             self._read_keys[encoded] = None
-        return self._database._state.at(encoded, bucket, key, self.snapshot_seq, viewer=self._spill.txn)
+        state = self._database._state
+        return state.away.call(
+            lambda: state.at(encoded, bucket, key, self.snapshot_seq, viewer=self._spill.txn)
+        )
 
     def scan(self, bucket: str, prefix: str = "") -> Iterator[Object]:
         """The objects of a bucket as this transaction sees them, in order. Its own writes while the scan
@@ -177,7 +180,7 @@ class Transaction:
             locks = self._database._locks
             locks.acquire(self, (entry.bucket, entry.key), "X", timeout_s=self._lock_timeout_s)
         # A key that somebody has written since the snapshot dooms the commit: better told now.
-        self._require_unchanged(encoded)
+        self._database._state.away.call(lambda: self._require_unchanged(encoded))
         self._undo.append((encoded, entry, self._writes.get(encoded)))
         if encoded not in self._writes:
             insort(self._written_keys, encoded)
@@ -265,7 +268,7 @@ class Transaction:
                 raise Conflict(f"keys of the bucket {bucket!r} have changed since they were read")
 
     def _require_unchanged(self, encoded: bytes) -> None:
-        newest = self._database._state.newest_seq(encoded, self._spill.txn)
+        newest = self._database._state.newest_seq(encoded, self._spill.txn, above=self.snapshot_seq)
         if newest > self.snapshot_seq:
             self._database.measured.conflicts += 1
             raise Conflict(

@@ -29,8 +29,9 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine import flush, replay, state, transactions
+from lowwater.engine import away, flush, leaving, pages, replay, state, transactions
 from lowwater.engine.chain import create_entry
+from lowwater.engine.checkpoints import StoredCheckpoint
 from lowwater.engine.database import Database, EngineOptions
 from lowwater.engine.entries import Delete, Put, decode_body
 from lowwater.engine.log import Log, LogOptions, Seams
@@ -38,6 +39,7 @@ from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
 from lowwater.engine.pages import decode_page
 from lowwater.engine.records import Head, Object, Page, is_transactional, transaction_of
+from lowwater.engine.references import decode_reference, is_reference
 from lowwater.engine.transaction_table import ids_in
 from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.errors import (
@@ -47,6 +49,7 @@ from lowwater.errors import (
     LowwaterError,
     NotEmpty,
     NotFound,
+    RetryError,
     VersionGone,
 )
 
@@ -370,6 +373,8 @@ def small_limits(
         patch.setattr(transactions, "SPILL_ABOVE_BYTES", 700)
         patch.setattr(transactions, "PIECE_BYTES", 300)
         patch.setattr(replay, "READ_BYTES", read_bytes)
+        patch.setattr(away, "RETURNING_BYTES_MIN", 4000)
+        patch.setattr(leaving, "RUN_PAGES", 5)
         yield
 
 
@@ -377,6 +382,32 @@ def tiny(options: EngineOptions, pool_bytes_max: int) -> EngineOptions:
     """A pool of a few pages, below what is sensible and allowed."""
     object.__setattr__(options, "pool_bytes_max", pool_bytes_max)
     return options
+
+
+class ArchiveDown(RetryError):
+    """What a store says that cannot be reached."""
+
+
+class Archive:
+    """Packs of checkpoints as an object store would have them, which nothing here removes. It can be down."""
+
+    def __init__(self) -> None:
+        self.packs: dict[bytes, bytes] = {}
+        self.is_down = False
+        self.reads = 0
+
+    def ship(self, stored: StoredCheckpoint) -> None:
+        for name, size in stored.index.packs.items():
+            if name not in self.packs:
+                self.packs[name] = stored.read_packed(name, 0, size)
+
+    def read_block(self, pack: bytes, offset: int, size: int, block_hash: bytes) -> bytes:
+        if self.is_down:
+            raise ArchiveDown("the archive is down")
+        if pack not in self.packs:
+            raise NotFound("there is no such pack")
+        self.reads += 1
+        return self.packs[pack][offset : offset + size]
 
 
 @dataclass
@@ -392,6 +423,7 @@ class Machine:
     page_keys: int = PAGE_KEYS
     clock: VirtualClock = field(default_factory=VirtualClock)
     versions: VersionPolicy = KEEP_AS_IT_IS
+    archive: Archive = field(default_factory=Archive)
 
     def __post_init__(self) -> None:
         self.files = FaultyFiles(clock=self.clock)
@@ -425,6 +457,7 @@ class Machine:
         self.open_log().close()  # makes it where there is none
         options = EngineOptions(checkpoint_interval_s=self.checkpoint_interval_s, versions=self.versions)
         self.pages.reopen()
+        self.db = None
         self.db = open_with(
             DIRECTORY,
             log_options=self.log_options,
@@ -432,6 +465,7 @@ class Machine:
             seams=self.seams(),
             store=self.pages,
             create=False,
+            blocks=self.archive,
         )
         db: Database = self.db
         return db
@@ -458,6 +492,15 @@ class Machine:
                 contents[name] = file.read_at(0, file.size())
                 file.close()
         return contents
+
+
+def page_of(db: Any, key: bytes, data: bytes) -> pages.Page:
+    """A page as the store has it, or as its reference says."""
+    if not is_reference(data):
+        return decode_page(data, key)
+    found: pages.Page = db._state.away.read(key, data)
+    assert found.seq == decode_reference(data, key).page_seq
+    return found
 
 
 def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = None) -> None:
@@ -493,12 +536,12 @@ def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = Non
     assert inside.clean.bytes == clean_bytes, "pages in memory are counted wrongly"
     if any(each.frozen is not None for each in ranges):
         return  # a group is between its layouts and the store
-    unstamped = {key: ids_in(decode_page(data, key)) for key, data in store._pages.items()}
+    unstamped = {key: ids_in(page_of(db, key, data)) for key, data in store._pages.items()}
     assert inside.transactions.unstamped == {key: ids for key, ids in unstamped.items() if ids}
     unstored = db._flusher._unstored
     assert [key for key in keys if key not in unstored] == sorted(store._pages)
     for key in sorted(store._pages):
-        page = decode_page(store._pages[key], key)
+        page = page_of(db, key, store._pages[key])
         assert page.keys, "an empty page"
         assert page.keys == sorted(page.keys)
         assert page.seq <= db._wal.durable_seq, "a page got ahead of the log"
@@ -980,6 +1023,33 @@ class Driver(TransactionCalls):
         assert len(list(newest.rows())) == newest.index.row_count
         self.seen["checkpoints"] += 1
 
+    def pages_leave(self, wants: Callable[[bytes], bool]) -> None:
+        """Pages that are blocks of the newest checkpoint, and among those that are wanted to leave."""
+        newest = next(iter(self.db.checkpoints()), None)
+        if newest is not None:
+            self.machine.archive.ship(newest)
+            self.seen["left"] += self.db.leaving.leave(newest, wants)
+            self.seen["away, at most"] = max(self.seen["away, at most"], len(list(self.db.leaving.away())))
+
+    def in_outage(self, call: Callable[[], object]) -> None:
+        """A call while the archive is down: it is answered as ever, or refused, and then had no effect."""
+        archive = self.machine.archive
+        archive.is_down = True
+        applied = self.model.applied
+        try:
+            self.guarded(call)
+        except ArchiveDown:
+            self.seen["refused in an outage"] += 1
+            archive.is_down = False
+            if self.db is None:
+                self.recover()  # more has to be read than fits into memory
+            else:
+                assert self.db._failure is None, "an outage ended the writing"
+                assert self.db.marks().applied == self.model.applied >= applied
+                self.pending = []
+        finally:
+            archive.is_down = False
+
     def compare(self) -> None:
         """Everything that can be read now."""
         self._compare_marks()
@@ -1023,8 +1093,15 @@ class Chance(TransactionChances):
         "delete_bucket": 2, "empty_bucket": 1, "snapshot": 2, "drop_snapshot": 2, "move_horizon": 2,
         "root": 1, "flush": 1, "checkpoint": 2, "step": 40, "idle": 2, "advance": 6, "reopen": 1, "crash": 1,
         "crash_soon": 2, "compare": 1, "delete_run": 4, "snapshot_that_ends": 2, "get_at_time": 6,
-        "open_session": 1, "close_session": 0.3, "request": 10,
+        "open_session": 1, "close_session": 0.3, "request": 10, "pages_leave": 8, "pages_come": 1,
+        "store_down_for_a_while": 2,
     }  # fmt: skip
+    # Of what is called while the store is down: what either happens, or does not.
+    IN_OUTAGE = (
+        "put", "put", "put_many", "put_if", "delete", "copy", "write", "get", "get", "get_at", "list",
+        "delete_bucket", "snapshot", "root", "flush", "step", "step", "step", "advance", "request", "reopen",
+        "crash", "crash_soon", "get_at_time",
+    )  # fmt: skip
 
     def __init__(self, driver: Driver, rng: random.Random) -> None:
         self.driver = driver
@@ -1196,6 +1273,24 @@ class Chance(TransactionChances):
 
     def checkpoint(self) -> None:
         self.driver.checkpoint()
+
+    def pages_leave(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.5:
+            self.driver.checkpoint()
+        share = rng.choice((0.2, 0.8, 1))
+        self.driver.pages_leave(lambda _: rng.random() < share)
+
+    def pages_come(self) -> None:
+        keys = [key for key in self.driver.db.leaving.away() if self.rng.random() < 0.3]
+        # A flush that was under way may bring some of them.
+        assert self.driver.db.leaving.bring(keys) <= len(keys)
+        assert not {*keys} & {*self.driver.db.leaving.away()}
+        self.driver.seen["came back"] += len(keys)
+
+    def store_down_for_a_while(self) -> None:
+        for name in self.rng.choices(self.IN_OUTAGE, k=self.rng.choice((3, 10, 30))):
+            self.driver.in_outage(getattr(self, name))
 
     def step(self) -> None:
         self.driver.machine.step(self.rng.choice((1, 2, 5)))

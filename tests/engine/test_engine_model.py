@@ -79,6 +79,7 @@ def test_calls_by_chance_are_answered_as_by_the_model(chunk: int) -> None:
         "NotEmpty", "VersionGone", "repeated", "ended", "found at a time",
         "spilled", "committed", "committed large", "aborted", "doomed",
         "Conflict at a commit", "rolled back in the log", "scans in transactions",
+        "left", "came back", "refused in an outage",
     ):  # fmt: skip
         assert seen[what] > 10, f"{what} was hardly ever seen"
     assert seen["ranges, at most"] > STEPS_EACH // 300, "ranges were never divided"
@@ -277,6 +278,35 @@ class DatabaseCalls(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.driver.guarded(self.driver.flush)
+
+    @rule(seed=st.integers(0, 9), share=st.sampled_from((0.3, 1)), checkpoint=st.booleans())
+    def pages_leave(self, seed: int, share: float, checkpoint: bool) -> None:
+        if checkpoint:
+            self.driver.guarded(self.driver.checkpoint)
+        rng = random.Random(seed)
+        self.driver.guarded(lambda: self.driver.pages_leave(lambda _: rng.random() < share))
+
+    @rule(
+        calls=st.lists(
+            st.tuples(st.sampled_from(("get", "put", "put_if", "delete", "flush", "step")), buckets, keys),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    def store_down_for_a_while(self, calls: list[tuple[str, str, str]]) -> None:
+        driver = self.driver
+        for what, bucket, key in calls:
+            made: dict[str, Any] = {
+                "get": lambda bucket=bucket, key=key: driver.get(bucket, key),
+                "put": lambda bucket=bucket, key=key: driver.put(bucket, key, driver.value(20)),
+                "put_if": lambda bucket=bucket, key=key: driver.put(
+                    bucket, key, driver.value(20), if_absent=True
+                ),
+                "delete": lambda bucket=bucket, key=key: driver.delete(bucket, key),
+                "flush": driver.flush,
+                "step": lambda: (driver.machine.step(5), driver.absorb()),
+            }
+            driver.in_outage(made[what])
 
     @rule(count=st.sampled_from((1, 2, 5, 20)))
     def step(self, count: int) -> None:

@@ -24,7 +24,7 @@ CACHE_BYTES = 4 * MIB
 FIXED_BYTES = 64 * MIB
 
 # One phase of a life, with the highest anonymous memory meanwhile.
-CHILD = """
+CHILD = '''
 import json, math, os, random, sys, threading
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.log import LogOptions
@@ -51,6 +51,14 @@ def watch():
     while not ended.wait(0.005):
         look()
 
+class Packs:
+    """The blocks of checkpoints, where they lie here."""
+
+    def read_block(self, pack, offset, size, block_hash):
+        with open(f"{path}/packs/{pack.hex()}.pack", "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
 look()
 bare = highest["RssAnon"]
 threading.Thread(target=watch, daemon=True).start()
@@ -58,6 +66,7 @@ db = open_with(
     path,
     options=EngineOptions(pool_bytes_max=pool_bytes, checkpoint_interval_s=None),
     log_options=LogOptions(ring_bytes_max=cache_bytes),
+    blocks=Packs(),
 )
 rng = random.Random(1)
 value = rng.randbytes(value_bytes)
@@ -85,6 +94,9 @@ elif phase == "read":
         db.get("b", f"{rng.randrange(count):012}")
     assert sum(1 for _ in db.scan("b")) == count
     db.root()
+elif phase == "leave":
+    db.checkpoint()
+    assert db.leaving.leave(db.checkpoints()[0]) > 1000
 elif phase == "crash":
     while db._state.dirty_bytes < 0.5 * pool_bytes or db._flusher.groups < 1:
         put(rng.randrange(count) for _ in range(1000))
@@ -97,7 +109,7 @@ ended.set()
 look()
 print(json.dumps(dict(highest, bare=bare, redone=redone)), flush=True)
 os._exit(0)
-"""
+'''
 
 
 def live(path: Path, phase: str, state_bytes: int, value_bytes: int) -> dict[str, Any]:
@@ -126,8 +138,10 @@ def live(path: Path, phase: str, state_bytes: int, value_bytes: int) -> dict[str
         (1000, 256 * MIB, ("write", "read", "mix", "crash", "recover")),
         # Without "mix": Python's allocator keeps the memory of small changes, which docs/PERFORMANCE.md says.
         (200, 64 * MIB, ("write", "read", "crash", "recover")),
+        # All pages are in the archive, and come back; then again, with changes that wait for them.
+        (200, 64 * MIB, ("write", "leave", "read", "leave", "crash", "recover")),
     ],
-    ids=["by reference", "inline"],
+    ids=["by reference", "inline", "away"],
 )
 def test_memory_stays_below_the_pool_and_a_fixed_cost(
     tmp_path: Path, value_bytes: int, state_bytes: int, phases: tuple[str, ...]

@@ -111,7 +111,7 @@ def _as_row(page: PageInfo) -> tuple[str, ...]:
         return _shown(page.low), visible(page.problem), "", "", "", "", number(page.bytes), ""
     return (
         _shown(page.key_first),
-        _shown(page.key_last),
+        "in the archive" if page.is_away else _shown(page.key_last),
         number(page.keys),
         number(page.rows),
         number(page.deleted),
@@ -137,6 +137,7 @@ def _as_json(page: PageInfo) -> dict[str, Any]:
         "buckets": page.buckets,
         "bytes": page.bytes,
         "seq": page.seq,
+        "away": page.is_away,
         "problem": page.problem,
     }
 
@@ -155,6 +156,8 @@ def _print_summary(path: str, total: Summary, *, as_json: bool) -> None:
         f"{number(total.rows)} rows, {number(total.deleted)} of them deletions and "
         f"{number(total.large)} references to large values; seq {total.seq_first} to {total.seq_last}"
     )
+    if total.away:
+        click.echo(f"in the archive: {number(total.away)} pages, of which there are references here")
     if total.damaged:
         click.echo(f"damaged: {number(total.damaged)} pages cannot be read")
     for what, histogram, show in (("rows", total.by_rows, number), ("bytes", total.by_bytes, size)):
