@@ -13,7 +13,7 @@ import errno
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from operator import attrgetter
 
 from lowwater.engine.chain import IDLE_KINDS, Chain
@@ -138,6 +138,8 @@ class SegmentStore:
         self._sync_mode: SyncMode = sync_mode
         self.segments: list[Segment] = recovered.segments
         self.current: CurrentSegment | None = None
+        # Called when a segment has its footer; by a background step, or by who waits for one.
+        self.on_sealed: Callable[[], None] = lambda: None
         self.sync_s = self.synced_at_s = 0.0  # what the last write and sync took, and when it ended
         # From how many durable bytes of the current segment on there is something to do in the background.
         self._housekeeping_from_bytes = 0
@@ -443,6 +445,7 @@ class SegmentStore:
             segment.positions = segment.block_hashes = segment.builder = None
         self._files.sync_directory(self._directory)
         AFTER_SEAL()
+        self.on_sealed()
 
     def _prepare_spare(self, size: int) -> Generator[None, None, None]:
         """Zeros for the next segment. A disk that has no room for them may still have room for entries."""
