@@ -27,6 +27,7 @@ from blake3 import blake3
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.survival import Change, Survival, apply_change, lose_power, surviving_names
+from lowwater.engine.memory import ROOM_BYTES
 from lowwater.engine.seams import SyncMode, write_in_turn
 
 MutatingKind = Literal[
@@ -41,7 +42,7 @@ MutatingKind = Literal[
     "lock",
     "make_directory",
 ]
-ReadingKind = Literal["open", "read", "size", "list"]
+ReadingKind = Literal["open", "read", "size", "list", "room"]
 
 T = TypeVar("T")
 
@@ -367,6 +368,14 @@ class FaultyFiles:
 
         return self.perform("lock", path, effect)
 
+    def room(self, directory: str) -> int:
+        def effect(_: Fault) -> int:
+            self._directory(directory)
+            free_bytes = self.free_bytes
+            return ROOM_BYTES if free_bytes is None else max(0, free_bytes)
+
+        return self.perform("room", directory, effect)
+
     @property
     def free_bytes(self) -> int | None:
         if self._capacity_bytes is None:
@@ -433,7 +442,7 @@ class FaultyFiles:
         with self._mutex:
             life = self.life if life is None else life
             self._check_alive(life)
-            reading = kind in ("read", "size", "open", "list")
+            reading = kind in ("read", "size", "open", "list", "room")
             if reading:
                 self.reads += 1
             else:

@@ -18,7 +18,7 @@ import os
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zstandard
 from blake3 import blake3
@@ -60,33 +60,35 @@ def compressed_name(seq_first: int, seq_last: int) -> str:
 
 def compress_segment(file: File, write: Callable[[bytes], None], *, level: int = 3) -> tuple[int, int]:
     """Give the compressed form of a sealed segment to `write`, piece by piece: (raw bytes, stored bytes)."""
+    stored_bytes = 0
+    for data in compressed_pieces(file, level=level):
+        stored_bytes += len(data)
+        write(data)
+    return file.size(), stored_bytes
+
+
+def compressed_pieces(file: Readable, *, level: int = 3) -> Iterator[bytes]:
+    """The compressed form of a sealed segment, piece by piece."""
     raw_bytes = file.size()
     block_bytes = SegmentHeader.decode(file.read_at(0, HEADER_BYTES)).block_bytes
     read_trailer(file, raw_bytes)
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
     hasher = blake3()
-    stored_bytes = 0
-
-    def put(data: bytes) -> None:
-        nonlocal stored_bytes
-        hasher.update(data)
-        stored_bytes += len(data)
-        write(data)
-
     table = array("I")
     for offset in range(0, raw_bytes, block_bytes):
         block = file.read_at(offset, min(block_bytes, raw_bytes - offset))
         if len(block) != min(block_bytes, raw_bytes - offset):
             raise Corrupt("the segment is shorter than it was", offset=offset + len(block))
         frame = compressor.compress(block)
-        put(frame)
+        hasher.update(frame)
+        yield frame
         table.extend((len(frame), len(block)))
     entries = table.tobytes()
-    put(SKIPPABLE_HEAD.pack(SEEK_TABLE_MAGIC, len(entries) + SEEK_FOOTER.size))
-    put(entries)
-    put(SEEK_FOOTER.pack(len(table) // 2, 0, SEEK_FOOTER_MAGIC))
-    put(STORED_HASH.pack(STORED_HASH_MAGIC, 32, hasher.digest()))
-    return raw_bytes, stored_bytes
+    head = SKIPPABLE_HEAD.pack(SEEK_TABLE_MAGIC, len(entries) + SEEK_FOOTER.size)
+    end = head + entries + SEEK_FOOTER.pack(len(table) // 2, 0, SEEK_FOOTER_MAGIC)
+    hasher.update(end)
+    yield end
+    yield STORED_HASH.pack(STORED_HASH_MAGIC, 32, hasher.digest())
 
 
 def verify_stored(file: File) -> None:

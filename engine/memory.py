@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from lowwater.engine.seams import SyncMode, write_in_turn
 
+# Nobody knows how much memory there is left; it is not this that ends first.
+ROOM_BYTES = 2**62
+
 
 class Inode:
     __slots__ = ("data", "locked")
@@ -140,6 +143,10 @@ class MemoryFiles:
 
     def settle(self, path: str) -> None:
         """No write here outlives its call."""
+
+    def room(self, directory: str) -> int:
+        self._existing(directory)
+        return ROOM_BYTES
 
     def lock(self, path: str, owner: str) -> MemoryFile:
         inode = self._inodes.get(path) or self._create(path)

@@ -400,6 +400,10 @@ class RealFiles:
             finally:
                 os.close(fd)
 
+    def room(self, directory: str) -> int:
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize
+
     def lock(self, path: str, owner: str) -> RealFile:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -131,6 +131,10 @@ class Files(Protocol):
 
     def sync_directory(self, directory: str) -> None: ...
 
+    def room(self, directory: str) -> int:
+        """How many bytes may still be written to the file system that the directory is on."""
+        ...
+
     def lock(self, path: str, owner: str) -> File:
         """Take the lock file and write `owner` into it; held until the file is closed or the process
         ends. BlockingIOError where somebody else has it."""

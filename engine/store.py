@@ -13,7 +13,7 @@ import errno
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -164,6 +164,8 @@ class SegmentStore:
         self.current: CurrentSegment | None = None
         # What the last write took with all its syncs, and when it ended.
         self.sync_s = self.synced_at_s = 0.0
+        # Called when a segment has its footer; by a background step, or by who waits for one.
+        self.on_sealed: Callable[[], None] = lambda: None
         # From how many durable bytes of the current segment on there is something to do in the background.
         self._housekeeping_from_bytes = 0
         self._job: Generator[None, None, None] | None = None
@@ -477,6 +479,7 @@ class SegmentStore:
             segment.positions = segment.block_hashes = segment.builder = None
         self._files.sync_directory(self._directory)
         AFTER_SEAL()
+        self.on_sealed()
 
     def _prepare_spare(self, size: int) -> Generator[None, None, None]:
         """Zeros for the next segment. A disk that has no room for them may still have room for entries."""

@@ -58,6 +58,7 @@ from lowwater.errors import (
     LogPoisoned,
     LowwaterError,
     OutOfOrderSeq,
+    OutOfSpace,
 )
 from lowwater.metrics import LogMetrics
 
@@ -154,6 +155,8 @@ class Wal:
         self._lost_unheard = False
         self._room_waiters: list[RoomWaiter] = []
         self.ring = Ring(options.ring_bytes_max, options.ring_frames_max)
+        # Of all frames that were ever queued here.
+        self.ordered_bytes = 0
 
         with typed_errors(directory, "make the log directory"):
             try:
@@ -433,6 +436,7 @@ class Wal:
         # Last and in this order: Ctrl-C comes after a call returns, and must find all of it done or nothing.
         self._chain = chain
         self._queued_bytes += size
+        self.ordered_bytes += size
         self._queue.extend(pieces)
         return pieces
 
@@ -658,10 +662,11 @@ class Wal:
         batch: it may be inside a write, and nobody may take the file away before it has come back.
         """
         failure: LowwaterError
-        if isinstance(cause, LowwaterError):
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(cause, LowwaterError) and not isinstance(cause, DiskFull):
             failure = cause
-        elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            failure = DiskFull("the disk is full: the log refuses writes", path=self.directory)
+        elif is_full or isinstance(cause, DiskFull):
+            failure = OutOfSpace("the disk is full: the log refuses writes", path=self.directory)
         else:
             failure = LogPoisoned(f"a write to the log failed: {cause}", path=self.directory)
         failure.__cause__ = cause if failure is not cause else None

@@ -1,16 +1,20 @@
-"""Blocks of checkpoints in an object store: where pages come from that have left."""
+"""The blocks of shipped checkpoints, for pages that have left."""
 
 from __future__ import annotations
 
+from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.names import pack_object_name
-from lowwater.tiering.store import Store
 
 
-class StoreBlocks:
-    """A `BlockSource` (engine/away.py) that asks the store for each block. It keeps nothing."""
+class ArchivedBlocks:
+    """Fulfils `BlockSource`: what comes is compared with its hash by whoever asked."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
 
     def read_block(self, pack: bytes, offset: int, size: int, block_hash: bytes) -> bytes:
-        return self._store.read(pack_object_name(pack), offset, offset + size)
+        name = pack_object_name(pack)
+        with self._fetcher.query():
+            data = self._fetcher.read(name, self._fetcher.size_of(name), offset, offset + size)
+        self._fetcher.metrics.used(len(data))
+        return data

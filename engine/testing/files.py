@@ -297,6 +297,13 @@ class FilesConformance:
         with pytest.raises(FileExistsError):
             files.make_directory(f"{directory}/x/y/a")
 
+    def test_there_is_room_where_a_directory_is(self, place: Place) -> None:
+        """Writes are refused before the disk is full, by what this says."""
+        files, directory = place
+        assert files.room(directory) > 0
+        with pytest.raises(FileNotFoundError):
+            files.room(f"{directory}/missing")
+
     def test_a_lock_excludes_others_until_it_is_closed(self, place: Place) -> None:
         """Two writers in one directory would destroy the log."""
         files, directory = place

@@ -33,7 +33,6 @@ from lowwater.errors import (
     Corrupt,
     DirectoryLocked,
     DirectoryNotWritable,
-    DiskFull,
     InputError,
     InvalidConfig,
     LogPoisoned,
@@ -42,6 +41,7 @@ from lowwater.errors import (
     NotEmpty,
     NotFound,
     OlderVersion,
+    OutOfSpace,
     VersionGone,
 )
 
@@ -844,7 +844,7 @@ def test_a_full_disk_stops_writes_and_not_reads() -> None:
             db.put("b", f"{number}", value)
             written[f"{number}"] = value
 
-    with pytest.raises(DiskFull) as caught:
+    with pytest.raises(OutOfSpace) as caught:
         fill()
     assert "free some space" in caught.value.hint
     assert written
@@ -878,10 +878,10 @@ def test_a_page_store_that_fails_stops_writes_and_not_reads() -> None:
         return Fault(error=errno.ENOSPC) if operation.path == disk.pages.path else None
 
     disk.files.fault = fault
-    with pytest.raises(DiskFull) as caught:
+    with pytest.raises(OutOfSpace) as caught:
         db.flush()
     assert caught.value.hint
-    with pytest.raises(DiskFull):
+    with pytest.raises(OutOfSpace):
         db.put("b", "k", b"2")
     assert db.get("b", "k").value == b"1"
     assert db.get("b", "large").value == bytes(LARGE)

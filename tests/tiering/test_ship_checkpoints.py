@@ -11,9 +11,11 @@ from tests.tiering.lines import Line
 
 from lowwater.engine.catalogue import checkpoint_shipped_entry, segment_shipped_entry
 from lowwater.engine.ckpt import decode_checkpoint, pack_name
+from lowwater.engine.real import RealClock
 from lowwater.errors import Corrupt, StoreCorrupt, StoreUnavailable
 from lowwater.tiering import names
-from lowwater.tiering.blocks import StoreBlocks
+from lowwater.tiering.blocks import ArchivedBlocks
+from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.store import Found, Part
@@ -61,7 +63,8 @@ class Shipping:
         self.objects = MemoryObjects()
         self.line = Line(self.objects, "first", seed=seed)
         self.store = StoppingStore(self.objects)
-        self.line.machine.archive = StoreBlocks(self.store)  # type: ignore[assignment]
+        blocks = ArchivedBlocks(Fetcher(self.store, clock=RealClock()))
+        self.line.machine.archive = blocks  # type: ignore[assignment]
         self.open()
 
     def open(self) -> None:
