@@ -768,7 +768,7 @@ class Disk:
         return open_with(
             "data",
             log_options=SMALL_SEGMENTS,
-            options=EngineOptions(pool_bytes_max=MIB, **options),
+            options=EngineOptions(pool_bytes_max=MIB, disk_reserve_bytes=0, **options),
             seams=Seams(files=self.files),
             store=self.pages,
         )
