@@ -683,6 +683,7 @@ class Core:
     def purge(self, seq: int) -> int:
         """Remove segments that hold nothing above `seq`, nor above what may be purged. Returns the seq up to
         which entries are gone."""
+        require_seq(seq)
         purged = self._log.purge(min(seq, self.purgeable_seq()))
         self._values.forget_before(purged)
         return purged
