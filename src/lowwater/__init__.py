@@ -37,8 +37,9 @@ from lowwater.engine.records import Head, Marks, Object, Page
 from lowwater.engine.session import Session
 from lowwater.engine.sessions import RequestId
 from lowwater.engine.transactions import Savepoint, Transaction
+from lowwater.recovery.opening import open_directory as open
+from lowwater.recovery.restore import Restored, restore
 from lowwater.tiering.opening import Engine
-from lowwater.tiering.opening import open_directory as open
 
 __version__ = version("lowwater")
 
@@ -67,6 +68,7 @@ __all__ = [
     "Put",
     "Refusal",
     "RequestId",
+    "Restored",
     "Savepoint",
     "Session",
     "Snapshot",
@@ -78,4 +80,5 @@ __all__ = [
     "errors",
     "open",
     "read_checkpoint",
+    "restore",
 ]

@@ -19,6 +19,7 @@ from lowwater.errors import LowwaterError
 COMMANDS = {
     "log": "lowwater.cli.log",
     "compact-local": "lowwater.cli.database.compact_local",
+    "restore": "lowwater.cli.restore",
     **{
         name: f"lowwater.cli.database.{name}"
         for name in ("check", "checkpoints", "get", "history", "ls", "pages", "put", "root")
