@@ -49,7 +49,7 @@ from lowwater.tiering.objects import (
     require_hash,
 )
 from lowwater.tiering.store import Store, at
-from lowwater.tiering.verify import ObjectFile, describe_object
+from lowwater.tiering.verify import ObjectEnds, describe_object
 
 # Others who claim at the same time: more than that is no accident.
 COLLISIONS_MAX = 100
@@ -128,7 +128,7 @@ class Archive:
             found = parse(each.name)
             if found is not None and found.type == "segment":
                 try:
-                    header, described = describe_object(found, ObjectFile(self.store, each.name, each.size))
+                    header, described = describe_object(found, ObjectEnds(self.store, each.name, each.size))
                 except DataError:
                     continue
                 if header.cluster_id == self.cluster_id:

@@ -26,6 +26,8 @@ from lowwater.tiering.objects import HINT, decode_cluster, decode_epoch, decode_
 from lowwater.tiering.store import Store, at
 
 READ_BYTES = 2**22
+# What is read at once of an object of which only the ends are wanted.
+ENDS_BYTES = 2**16
 # Objects that are decoded as a whole: larger ones are none of ours.
 SMALL_BYTES_MAX = 256 * 2**20
 
@@ -69,6 +71,24 @@ class ObjectFile:
 
     def truncate(self, size: int) -> None:
         raise OSError("objects never change")
+
+
+class ObjectEnds(ObjectFile):
+    """An object of which little is read besides its two ends: one request for each, and few bytes."""
+
+    def __init__(self, store: Store, name: str, size: int | None = None) -> None:
+        super().__init__(store, name, size)
+        self._ends: dict[int, bytes] = {}
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        whole = self.size()
+        end = min(offset + size, whole)
+        for start in (0, max(0, whole - ENDS_BYTES)):
+            if start <= offset and end <= start + ENDS_BYTES:
+                if start not in self._ends:
+                    self._ends[start] = self._store.read(self.name, start, min(start + ENDS_BYTES, whole))
+                return self._ends[start][offset - start : end - start] if offset < end else b""
+        return self._store.read(self.name, offset, end) if offset < end else b""
 
 
 def verify_object(name: str, reader: Readable, *, uri: str = "") -> None:
