@@ -166,7 +166,13 @@ class Archive:
         """The entries whose manifests are missing, in order: each gets its own. Raises Fenced where the
         newest one is not of this log."""
         newest = self._require_past(catalogue, NO_HASH)
-        return catalogue.seqs_after(0 if newest is None else newest.seq)
+        if newest is None:
+            return catalogue.seqs_after(0)
+        place = newest.epoch, newest.seq
+        # Who was restored goes on below the parent's last entries, which its log has lost: the epoch decides.
+        forks = (fork.recorded_seq for fork in catalogue.forks if fork.epoch > newest.epoch)
+        seqs = catalogue.seqs_after(min(newest.seq, next(forks, newest.seq)))
+        return [seq for seq in seqs if (catalogue.epoch_at(seq), seq) > place]
 
     def require_epoch(self, epoch: int) -> None:
         """Raise Fenced where somebody has claimed a higher epoch. What was read back before counts, where

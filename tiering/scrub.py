@@ -373,7 +373,8 @@ class Scrub:
             except WRONG as error:
                 self._tell(error, name)
                 unreadable.add(found.epoch)
-            self._reached.discard(name)
+            else:
+                self._reached.discard(name)  # a fork may have it, or nothing
             yield Progress(self._sizes[name])
         for fork in {fork.epoch: fork for line in self._lines for fork in line.forks}.values():
             if fork.epoch <= self._epoch_first and self._epoch_first > 1:
