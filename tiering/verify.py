@@ -39,14 +39,20 @@ class Readable(Protocol):
 
 
 class ObjectFile:
-    """An object of a store as a file to read from, mostly front to back. Not for several threads at once."""
+    """An object of a store as a file to read from, mostly front to back. Not for several threads at once.
 
-    def __init__(self, store: Store, name: str, size: int | None = None) -> None:
+    `first_bytes` is what the first request asks for, and one that does not go on where the last one ended;
+    others ask for twice as much as the one before."""
+
+    def __init__(
+        self, store: Store, name: str, size: int | None = None, *, first_bytes: int = READ_BYTES
+    ) -> None:
         self._store = store
         self.name = name
         self._size = store.stat(name).size if size is None else size
         self._start = 0
         self._window = b""
+        self._first_bytes = self._next_bytes = first_bytes
 
     def size(self) -> int:
         return self._size
@@ -55,9 +61,12 @@ class ObjectFile:
         end = min(offset + size, self._size)
         if offset >= end:
             return b""
-        if not self._start <= offset or end > self._start + len(self._window):
-            self._start = offset
-            self._window = self._store.read(self.name, offset, max(end, min(offset + READ_BYTES, self._size)))
+        window_end = self._start + len(self._window)
+        if not self._start <= offset or end > window_end:
+            goes_on = self._start < offset <= window_end
+            self._next_bytes = min(2 * self._next_bytes, READ_BYTES) if goes_on else self._first_bytes
+            until = max(end, min(offset + self._next_bytes, self._size))
+            self._start, self._window = offset, self._store.read(self.name, offset, until)
         return self._window[offset - self._start : end - self._start]
 
     def close(self) -> None:

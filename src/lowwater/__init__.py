@@ -39,6 +39,7 @@ from lowwater.engine.records import Head, Marks, Object, Page
 from lowwater.engine.session import Session
 from lowwater.engine.sessions import RequestId
 from lowwater.engine.transactions import Savepoint, Transaction
+from lowwater.tiering.checking import check
 
 __version__ = version("lowwater")
 
@@ -74,6 +75,7 @@ __all__ = [
     "Transaction",
     "Write",
     "__version__",
+    "check",
     "checkpoint_entry",
     "errors",
     "open",
