@@ -144,13 +144,10 @@ def print_entries(
         raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
     findings: list[Finding] = []
     with opened_source(ctx, path) as source:
-        entries = dump_entries(source.files, source.path, selection, salvage=salvage)
         lines = _lines(
-            (
-                each._replace(where=source.where(each.where)) if isinstance(each, Finding) else each
-                for each in entries
-            ),
+            dump_entries(source.files, source.path, selection, salvage=salvage),
             findings,
+            source,
             limit=limit,
             as_json=as_json,
             values=values or ("base64" if as_json else "none"),
