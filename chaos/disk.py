@@ -27,7 +27,8 @@ from blake3 import blake3
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.survival import Change, Survival, apply_change, lose_power, surviving_names
-from lowwater.engine.seams import SyncMode
+from lowwater.engine.memory import ROOM_BYTES
+from lowwater.engine.seams import SyncMode, write_in_turn
 
 MutatingKind = Literal[
     "create",
@@ -41,7 +42,7 @@ MutatingKind = Literal[
     "lock",
     "make_directory",
 ]
-ReadingKind = Literal["open", "read", "size", "list"]
+ReadingKind = Literal["open", "read", "size", "list", "room"]
 
 T = TypeVar("T")
 
@@ -179,6 +180,9 @@ class FaultyFile:
         count = self._files.perform("write", self._path, effect, offset=offset, data=data, life=self._life)
         self.sync(sync)
         return count
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
 
     def _as_written(self, offset: int, data: bytes, *, whole: bool) -> Change:
         """What a write puts on the disk: of a sequential file whole blocks, what stands before the data in
@@ -348,6 +352,9 @@ class FaultyFiles:
 
         self.perform("sync_directory", directory, effect)
 
+    def settle(self, path: str) -> None:
+        """No write here outlives its program."""
+
     def lock(self, path: str, owner: str) -> FaultyFile:
         def effect(_: Fault) -> FaultyFile:
             inode = self._names.get(path) or self._create(path)
@@ -360,6 +367,14 @@ class FaultyFiles:
             return inode.locked_by
 
         return self.perform("lock", path, effect)
+
+    def room(self, directory: str) -> int:
+        def effect(_: Fault) -> int:
+            self._directory(directory)
+            free_bytes = self.free_bytes
+            return ROOM_BYTES if free_bytes is None else max(0, free_bytes)
+
+        return self.perform("room", directory, effect)
 
     @property
     def free_bytes(self) -> int | None:
@@ -427,7 +442,7 @@ class FaultyFiles:
         with self._mutex:
             life = self.life if life is None else life
             self._check_alive(life)
-            reading = kind in ("read", "size", "open", "list")
+            reading = kind in ("read", "size", "open", "list", "room")
             if reading:
                 self.reads += 1
             else:

@@ -249,7 +249,7 @@ class FaultyStoreClient(MemoryStore):
         self._server = server
         self._crashed = False
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
         # All of it, before anything happens: an error of the parts is no operation.
         data = b"".join(counted(parts, size, at(self.uri, name)))
@@ -259,7 +259,7 @@ class FaultyStoreClient(MemoryStore):
                 return True
             return self._server.add(name, data if fault.kept_bytes is None else data[: fault.kept_bytes])
 
-        return self._server.perform(self, "write", name, effect, size=size)
+        return self._server.perform(self, "write", name, effect, size=len(data))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         self._check(name)

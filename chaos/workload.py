@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
@@ -244,6 +244,37 @@ def script(machine: Machine) -> None:
     m.append(m.put(1))
     m.read()
     m.append_in_memory(m.put(222))
+
+
+# Batches of one or two entries: what waits is many of them.
+RUNS_OPTIONS = replace(SCRIPT_OPTIONS, batch_bytes_max=900)
+
+
+def script_of_runs(machine: Machine) -> None:
+    """Entries that wait for the writer thread, so that it writes many batches in one call."""
+    m = machine
+    m.open()
+    m.append(m.put(20))
+    for count in (2, 14):
+        for number in range(count):
+            m.submit(m.put(100 + 97 * number % 700))
+        m.step()
+        m.read()
+        m.step()
+        m.append(m.put(300))  # by the caller, what is left of the others before it
+    m.idle(1.5)
+    for number in range(6):
+        m.append_in_memory(m.put(50 * number), m.put(5))
+        m.submit(m.put(400), m.put(401))
+    m.idle()
+    m.close()
+    m.open()
+    for _ in range(8):
+        m.submit(m.put(450))
+    m.step()
+    m.submit(m.put(1200))  # more than a batch by itself
+    m.idle()
+    m.sync()
 
 
 # ---------------------------------------------------------------------------- the random workload

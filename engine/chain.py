@@ -277,7 +277,9 @@ def _require_told(chain: Chain, header: SegmentHeader | None) -> None:
 
 
 # A tail of nothing but these is not sealed by age, or shipping would feed itself for ever.
-IDLE_KINDS = frozenset({Kind.NOOP, Kind.SEAL, Kind.SEGMENT_SHIPPED, Kind.CHECKPOINT, Kind.CHECKPOINT_SHIPPED})
+IDLE_KINDS = frozenset(
+    {Kind.NOOP, Kind.SEAL, Kind.FORK, Kind.SEGMENT_SHIPPED, Kind.CHECKPOINT, Kind.CHECKPOINT_SHIPPED}
+)
 ENDS_SEGMENT = frozenset({Kind.SEAL, Kind.CHECKPOINT, Kind.SETTINGS})
 # From this kind on, entries may concern the log itself; below it they are data.
 FIRST_CONTROL_KIND = int(Kind.CREATE)

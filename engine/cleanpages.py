@@ -1,8 +1,8 @@
 """Decoded pages in memory, under a byte limit.
 
 Always true: a page here is as the page store has it, or newer and about to be there; taking one out loses
-nothing. Pages that were read since the last round stay for another one, so what is read once (a scan, a
-flush) does not push out what is read again and again.
+nothing. Pages that were read since the last round stay for another one, and a scan only adds to the room that
+there is: what is read once does not push out what is read again and again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class CleanPages:
                 self._add(layout, index, page)
                 if self.bytes > self.bytes_max:
                     self._thin()
+
+    def add_to_room(self, layout: Layout, index: int, page: Page) -> None:
+        """The same where nothing has to go for it."""
+        with self._lock:
+            if layout.pages[index] is None and self.bytes + page_bytes(page) <= self.bytes_max:
+                self._add(layout, index, page)
 
     def _add(self, layout: Layout, index: int, page: Page) -> None:
         layout.pages[index] = page

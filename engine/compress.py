@@ -18,7 +18,7 @@ import os
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zstandard
 from blake3 import blake3
@@ -26,7 +26,7 @@ from blake3 import blake3
 from lowwater.engine.directory import read_trailer, segment_name, typed_errors
 from lowwater.engine.format import BLOCK_BYTES_MAX, HEADER_BYTES, HEADER_MAGIC, SegmentHeader
 from lowwater.engine.scan import READ_BYTES
-from lowwater.engine.seams import File, Files, SyncMode
+from lowwater.engine.seams import File, Files, Readable, SyncMode, write_in_turn
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -60,33 +60,35 @@ def compressed_name(seq_first: int, seq_last: int) -> str:
 
 def compress_segment(file: File, write: Callable[[bytes], None], *, level: int = 3) -> tuple[int, int]:
     """Give the compressed form of a sealed segment to `write`, piece by piece: (raw bytes, stored bytes)."""
+    stored_bytes = 0
+    for data in compressed_pieces(file, level=level):
+        stored_bytes += len(data)
+        write(data)
+    return file.size(), stored_bytes
+
+
+def compressed_pieces(file: Readable, *, level: int = 3) -> Iterator[bytes]:
+    """The compressed form of a sealed segment, piece by piece."""
     raw_bytes = file.size()
     block_bytes = SegmentHeader.decode(file.read_at(0, HEADER_BYTES)).block_bytes
     read_trailer(file, raw_bytes)
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
     hasher = blake3()
-    stored_bytes = 0
-
-    def put(data: bytes) -> None:
-        nonlocal stored_bytes
-        hasher.update(data)
-        stored_bytes += len(data)
-        write(data)
-
     table = array("I")
     for offset in range(0, raw_bytes, block_bytes):
         block = file.read_at(offset, min(block_bytes, raw_bytes - offset))
         if len(block) != min(block_bytes, raw_bytes - offset):
             raise Corrupt("the segment is shorter than it was", offset=offset + len(block))
         frame = compressor.compress(block)
-        put(frame)
+        hasher.update(frame)
+        yield frame
         table.extend((len(frame), len(block)))
     entries = table.tobytes()
-    put(SKIPPABLE_HEAD.pack(SEEK_TABLE_MAGIC, len(entries) + SEEK_FOOTER.size))
-    put(entries)
-    put(SEEK_FOOTER.pack(len(table) // 2, 0, SEEK_FOOTER_MAGIC))
-    put(STORED_HASH.pack(STORED_HASH_MAGIC, 32, hasher.digest()))
-    return raw_bytes, stored_bytes
+    head = SKIPPABLE_HEAD.pack(SEEK_TABLE_MAGIC, len(entries) + SEEK_FOOTER.size)
+    end = head + entries + SEEK_FOOTER.pack(len(table) // 2, 0, SEEK_FOOTER_MAGIC)
+    hasher.update(end)
+    yield end
+    yield STORED_HASH.pack(STORED_HASH_MAGIC, 32, hasher.digest())
 
 
 def verify_stored(file: File) -> None:
@@ -112,7 +114,7 @@ def _read_end(file: File, size: int) -> tuple[int, int, bytes]:
     return magic, length, expected
 
 
-def _not_ours(file: File) -> Corrupt | NotLowwater:
+def _not_ours(file: Readable) -> Corrupt | NotLowwater:
     """Why a file begins as zstd and does not end as a compressed segment: damage, or it never was one."""
     try:
         with zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES_MAX).stream_reader(
@@ -164,6 +166,9 @@ class CompressedSegment:
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
+
     def sync(self, mode: SyncMode) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
@@ -207,7 +212,7 @@ def decompress_block(
     return raw
 
 
-def read_table(file: File) -> tuple[array[int], int, int]:
+def read_table(file: Readable) -> tuple[array[int], int, int]:
     """(where each stored block begins, and the last ends; raw bytes of a block; raw bytes of all). Of a
     sound file it reads nothing but the end."""
     size = file.size()

@@ -9,9 +9,11 @@ Always true:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Self
 
 from prometheus_client import CollectorRegistry
@@ -19,13 +21,13 @@ from prometheus_client import CollectorRegistry
 from lowwater.engine import format
 from lowwater.engine.away import BlockSource
 from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.chain import Chain, Creation, checkpoint_entry
+from lowwater.engine.chain import Chain, Creation, checkpoint_entry, seal_entry
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
 from lowwater.engine.checkpointer import Checkpointer, MustWait
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.content import list_boundaries
-from lowwater.engine.directory import Segment
+from lowwater.engine.directory import Segment, typed_errors
 from lowwater.engine.entries import Control, Entry
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
@@ -33,15 +35,20 @@ from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
+from lowwater.engine.merge_aside import Aside, Merger
+from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.moments import require_seq
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, frames_of, places_of
-from lowwater.engine.reader import place_of
+from lowwater.engine.reader import ColdSource, place_of
 from lowwater.engine.records import Marks
 from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
+from lowwater.engine.seams import Task
+from lowwater.engine.space import Space
 from lowwater.engine.state import State
 from lowwater.engine.tickets import again
+from lowwater.engine.tier import ShippingStatus, Tier
 from lowwater.engine.transaction_table import load_table
 from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.values import ValueReader, segments_of
@@ -49,12 +56,14 @@ from lowwater.errors import (
     Busy,
     Closed,
     Corrupt,
+    DiskFull,
     InputError,
     InternalError,
     LogDivergence,
     LogPoisoned,
     LowwaterError,
     NotFound,
+    OutOfSpace,
     ReopenError,
     TimedOut,
 )
@@ -81,7 +90,11 @@ class EngineOptions:
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
+    # Whether another process may make pages of many changes.
+    merge_worker: bool = True
     versions: VersionPolicy = KEEP_AS_IT_IS
+    # What is kept back of the disk; 0 to write until it is full, and the log is poisoned.
+    disk_reserve_bytes: int = 64 * 2**20
     # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
     checkpoint_entry_interval_s: float | None = None
     checkpoint_entry_bytes: int | None = None
@@ -93,7 +106,19 @@ class EngineOptions:
             )
 
 
+def new_merger(options: EngineOptions, seams: Seams) -> Merger | None:
+    """Who merges besides this process. In a simulation nobody does."""
+    if options.merge_worker and seams.runner.has_processes:
+        return MergeProcess()
+    return None
+
+
+ColdOf = Callable[[Catalogue], ColdSource]
+
+
 class Core:
+    _votes_alone = False
+
     def __init__(
         self,
         log: Log,
@@ -104,9 +129,11 @@ class Core:
         options: EngineOptions,
         checkpoints: Checkpoints,
         blocks: BlockSource | None = None,
+        cold: ColdOf | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`blocks` is where pages come from that have left."""
+        """`blocks` is where pages come from that have left, `cold` makes what reads the entries and values
+        that were purged."""
         checkpoints.require_of(log.cluster_id_at, log.seq_durable)
         self.options = options
         self._checkpoints = checkpoints
@@ -129,6 +156,17 @@ class Core:
         self.measured = Measured()
         self._failure: LowwaterError | None = None
         self._counted_hwm = 0
+        self._tier: Tier | None = None
+        self._age_task: Task | None = None
+        self.space = Space(
+            seams.files,
+            [log.directory],
+            reserve_bytes=options.disk_reserve_bytes,
+            clock=seams.clock,
+            written=lambda: log.wal.ordered_bytes,
+            owed=lambda: state.dirty_bytes,
+            on_full=self._make_room,
+        )
         self._closing = self._closed = False
         # Who waits for a seq sleeps on this. Writers look at the number without the lock: who comes later
         # sees what they have applied.
@@ -137,8 +175,13 @@ class Core:
         self._stepping = threading.Lock()
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
+        self._merger = new_merger(options, seams)
         self._flusher = Flusher(
-            state, identity=identity_of(meta), make_durable=self._make_durable, measured=self.measured
+            state,
+            identity=identity_of(meta),
+            make_durable=self._make_durable,
+            measured=self.measured,
+            aside=Aside(self._merger, state) if self._merger is not None else None,
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
@@ -146,6 +189,8 @@ class Core:
         state.changed_seq = meta.changed_seq
         state.sessions.load(store.read_meta())
         state.catalogue.load(store.read_meta())
+        if cold is not None:
+            log.set_cold_source(cold(state.catalogue))
         state.low_water_mark = meta.low_water_mark
         state.versions_seq = meta.applied
         state.pages_from = meta.pages_from
@@ -164,6 +209,7 @@ class Core:
         try:
             self.redone = self._redo(meta.redo_seq, progress)
         except BaseException:
+            self._end_merger()
             log.registry.unregister(self._metrics)
             raise
         state.applied = max(state.applied, log.seq_durable)
@@ -351,8 +397,15 @@ class Core:
         self._require_open()
         return self._checkpoints.complete
 
+    def stop_writing(self, cause: LowwaterError) -> None:
+        """Refuse writes from now on; reads go on."""
+        self._fail(cause)
+
     def _fail(self, cause: BaseException) -> None:
         failure = cause if isinstance(cause, LowwaterError) else None
+        if isinstance(cause, DiskFull):
+            failure = OutOfSpace(cause.message, path=cause.path)
+            failure.__cause__ = cause
         if failure is None:
             failure = LogPoisoned(f"the engine stopped writing: {cause}", path=self._log.directory)
             failure.__cause__ = cause
@@ -390,8 +443,10 @@ class Core:
             if self._flusher.step() is None:
                 self._flusher.bring()
 
-    def _wait_for_room(self, timeout_s: float | None) -> None:
-        """Return once there is memory for more changes."""
+    def _wait_for_room(self, timeout_s: float | None, *, may_use_reserve: bool = False) -> None:
+        """Return once there is memory for more changes. Raises DiskFull where the disk has no room."""
+        if not may_use_reserve:
+            self.space.require()
         if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
             raise InputError(f"timeout_s is {timeout_s!r:.80}", hint="give seconds, or None to wait for ever")
         state = self._state
@@ -403,6 +458,14 @@ class Core:
             self._help()
             if deadline_s is not None and self._now_s() >= deadline_s:
                 raise Busy("memory is full of changes that are not in pages yet", path=self._log.directory)
+
+    def _make_room(self) -> None:
+        """The disk is full: what keeps the log from being purged goes into pages."""
+        if self._failure is None:
+            self._flusher.want(self._state.applied)
+            self._task.wake()
+        if self._tier is not None:
+            self._tier.make_room()
 
     def _apply_placed(self, pieces: Sequence[Piece], chain_before: Chain) -> None:
         """With the lock: what the log has taken goes into the state, with the place of each frame, and as it
@@ -488,7 +551,11 @@ class Core:
         purged = self._log.seq_before_first
         # What was pruned without a store counts as shipped: nothing else of it will ever be.
         hwm = max(self._state.catalogue.hwm_at(durable), purged)
-        lwm = max(min(self._state.low_water_mark, durable), hwm)
+        # Where nobody else votes, what is durable here is durable wherever it has to be.
+        low_water_mark = (
+            durable if self._votes_alone and self._tier is not None else self._state.low_water_mark
+        )
+        lwm = max(min(low_water_mark, durable), hwm)
         return Marks(max(applied, self._log.seq_last), applied, durable, lwm, hwm, purged)
 
     @property
@@ -502,6 +569,123 @@ class Core:
     def counted_hwm(self) -> int:
         """Up to here the high-water mark counts: for purging, and for who waits until entries are shipped."""
         return self._counted_hwm
+
+    # ------------------------------------------------------------------ the object store
+
+    @property
+    def seams(self) -> Seams:
+        return self._seams
+
+    @property
+    def cluster_id(self) -> bytes:
+        return self._wal.chain.cluster_id
+
+    @property
+    def epoch(self) -> int:
+        return self._wal.chain.epoch
+
+    @property
+    def failure(self) -> LowwaterError | None:
+        """Why writes are refused, if they are."""
+        return self._failure or self._wal.failure
+
+    @property
+    def opened_us(self) -> int | None:
+        """The time of the first entry that is in no complete segment; None where none of them is worth
+        shipping."""
+        return self._wal.store.opened_us
+
+    @property
+    def opened_bytes(self) -> int:
+        """Of the segment that is being written, as far as it is durable."""
+        current = self._wal.store.current
+        return 0 if current is None else current.durable_bytes
+
+    def complete_segments(self, seq: int = 0) -> list[Segment]:
+        """Those that end above `seq`, in order; the last ones may have no footer yet."""
+        with self._wal.lock:
+            segments = self._wal.store.segments
+            return segments[bisect_right(segments, seq, key=attrgetter("seq_last")) :]
+
+    def finish_sealing(self) -> None:
+        """Give the complete segments their footers, which the background would do too."""
+        if not all(each.sealed for each in self.complete_segments()):
+            with typed_errors(self.directory, "seal a segment"):
+                self._wal.store.seal_all()
+
+    def call_when_sealed(self, call: Callable[[], None]) -> None:
+        self._wal.store.on_sealed = call
+
+    def attach_tier(self, tier: Tier) -> None:
+        """Have the database ship. It is stopped and closed with it."""
+        assert self._tier is None, "a database ships to one place"
+        self._tier = tier
+
+    def ship(self, timeout: float | None = None) -> int:
+        """Seal what is being written, and return once all that is durable now is in the object store, is
+        recorded, and counts: the high-water mark. A tail of nothing but what shipping itself writes stays.
+
+        With a `timeout`, in seconds, a store that does not answer is tried again until then; the error is
+        then the store's, or TimedOut. Without one it raises what the store answers."""
+        self._require_open()
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
+            raise InputError(f"timeout is {timeout!r:.80}", hint="give seconds, or None")
+        return self._require_tier().ship(timeout)
+
+    def shipping(self) -> ShippingStatus:
+        """How far shipping is, and what is in its way."""
+        self._require_open()
+        return self._require_tier().status()
+
+    def _require_tier(self) -> Tier:
+        if self._tier is None:
+            raise InputError(
+                "this database has no object store",
+                hint="open it with tier=, or set tier.uri in the configuration",
+            )
+        return self._tier
+
+    def seal_by_age(self, age_max_s: float) -> None:
+        """From now on, have what is being written sealed when its first entry is so old. What there is of
+        nothing but what shipping itself writes is not."""
+
+        def step() -> float | None:
+            if self._failure is not None:
+                return None
+            if (wait_s := self._log.seal_wait_s(age_max_s)) > 0:
+                return wait_s
+            try:
+                self.propose_seal()
+            except (LowwaterError, OSError) as error:
+                _logger.warning("a segment was not sealed", path=self.directory, error=str(error))
+            return age_max_s
+
+        assert self._age_task is None
+        self._age_task = self._seams.runner.start("engine-age", step)
+        self._age_task.wake()
+
+    def propose_seal(self) -> None:
+        """Have the segment that is being written end."""
+        seq_first = self._wal.chain.seq_first
+        if seq_first and self._failure is None:
+            self.propose_control(seal_entry(seq_first))
+
+    def purgeable_seq(self) -> int:
+        """Up to here nobody needs the local log: it is shipped and counts, its changes are in pages, and no
+        transaction that is open began there. 0 where what is purged could not be read from elsewhere."""
+        if self._log.cold_source is None:
+            return 0
+        with self._state.lock:
+            bounds = [self._counted_hwm, self._flusher.flushed_redo_seq - 1]
+            bounds += [txn - 1 for txn in self._state.transactions.open]
+            return max(0, min(bounds))
+
+    def purge(self, seq: int) -> int:
+        """Remove segments that hold nothing above `seq`, nor above what may be purged. Returns the seq up to
+        which entries are gone."""
+        purged = self._log.purge(min(seq, self.purgeable_seq()))
+        self._values.forget_before(purged)
+        return purged
 
     def mark_counts(self, hwm: int) -> int:
         """Say that a manifest with this high-water mark was read back, and that nobody has claimed a higher
@@ -612,6 +796,10 @@ class Core:
                 return
             self._closing = True
             self._applied_more.notify_all()
+        if self._tier is not None:
+            self._tier.stop()
+        if self._age_task is not None:
+            self._age_task.stop()
         self._checkpoint_task.stop()
         self._bring_task.stop()
         self._task.stop()
@@ -623,6 +811,7 @@ class Core:
                 self._state.limit_clean()
                 self._flusher.flush_all()
         finally:
+            self._end_merger()
             with self._state.lock:
                 self._closed = True
             self.registry.unregister(self._metrics)
@@ -631,6 +820,14 @@ class Core:
             finally:
                 self._values.close()
                 self._store.close()
+                if self._tier is not None:
+                    self._tier.close()
+
+    def _end_merger(self) -> None:
+        # Between two steps: what it has open may be somebody else's a moment later.
+        with self._stepping:
+            if self._merger is not None:
+                self._merger.close()
 
     def __enter__(self) -> Self:
         return self

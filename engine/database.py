@@ -23,7 +23,7 @@ from lowwater.engine.away import BlockSource
 from lowwater.engine.catalogue import Fork, fork_entry
 from lowwater.engine.chain import Chain, seal_entry
 from lowwater.engine.checkpoints import Checkpoints
-from lowwater.engine.core import EngineOptions, meta_of
+from lowwater.engine.core import ColdOf, EngineOptions, meta_of
 from lowwater.engine.decide import decide as decide_request
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
@@ -63,6 +63,8 @@ __all__ = ["Database", "EngineOptions", "open_database"]
 class Database(Reading):
     """Use `lowwater.open`."""
 
+    _votes_alone = True
+
     def __init__(
         self,
         log: Log,
@@ -73,6 +75,7 @@ class Database(Reading):
         options: EngineOptions,
         checkpoints: Checkpoints,
         blocks: BlockSource | None = None,
+        cold: ColdOf | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._one_checkpoint = threading.Lock()
@@ -84,6 +87,7 @@ class Database(Reading):
             options=options,
             checkpoints=checkpoints,
             blocks=blocks,
+            cold=cold,
             progress=progress,
         )
         self._locks = LockManager(seams.clock)
@@ -92,6 +96,7 @@ class Database(Reading):
             self.aborted = abort_losers(self)
         except BaseException:
             self._task.stop()
+            self._end_merger()
             raise
         self._upkeep = Upkeep(
             self._state, log, options.versions, order=self.propose_control, now_us=seams.clock.now_us
@@ -117,7 +122,8 @@ class Database(Reading):
             return None, payloads
 
         self._require_writable()
-        ticket, pieces = self._wal.order(build, timeout_s=timeout_s)
+        # One call of `encode` gives all of them one time.
+        ticket, pieces = self._wal.order(build, timeout_s=timeout_s, alike=bool(keys))
         state = self._state
         try:
             seq_last = ticket.seq_last
@@ -144,8 +150,10 @@ class Database(Reading):
         keys: Sequence[bytes],
         timeout_s: float | None,
         decide: Callable[[], None] | None = None,
+        *,
+        may_use_reserve: bool = False,
     ) -> int:
-        ticket = self._queue(encode, keys, timeout_s, decide)
+        ticket = self._queue(encode, keys, timeout_s, decide, may_use_reserve=may_use_reserve)
         try:
             return int(self._wal.wait(ticket))
         except LowwaterError as error:
@@ -158,10 +166,12 @@ class Database(Reading):
         keys: Sequence[bytes],
         timeout_s: float | None,
         decide: Callable[[], None] | None = None,
+        *,
+        may_use_reserve: bool = False,
     ) -> Any:
-        """The same without waiting: a ticket."""
+        """The same without waiting: a ticket. What makes the log smaller may use the disk's reserve."""
         state = self._state
-        self._wait_for_room(timeout_s)
+        self._wait_for_room(timeout_s, may_use_reserve=may_use_reserve)
 
         def order() -> Any:
             with state.lock:
@@ -251,10 +261,7 @@ class Database(Reading):
                 size: _pack_fixed(Kind.PUT, 0, len(bucket_name), size, 0, time_us, 0) + bucket_name
                 for size in set(sizes)
             }
-            return [
-                head + name + value
-                for head, name, value in zip(map(heads.__getitem__, sizes), names, values, strict=True)
-            ]
+            return list(map(b"".join, zip(map(heads.__getitem__, sizes), names, values, strict=True)))
 
         keys = [prefix + name for name in names]
         return self._write(encode, keys, timeout_s, self._bucket_check(bucket))
@@ -484,7 +491,9 @@ class Database(Reading):
                 raise InvalidEntry("the log has another segment there", hint="describe the one that it has")
 
         try:
-            return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
+            return self._write(
+                lambda _, time_us: [entry.encode(time_us)], (), None, decide, may_use_reserve=True
+            )
         except _NotWantedError:
             return None  # somebody was faster
 
@@ -507,7 +516,7 @@ class Database(Reading):
             )
             return [each.encode(time_us) for each in (*entries, fork_entry(fork))]
 
-        return self._write(encode, (), None)
+        return self._write(encode, (), None, may_use_reserve=True)
 
     def _upkeep_step(self) -> float | None:
         if self._failure is not None:
@@ -544,7 +553,9 @@ class Database(Reading):
             return self.wait_for_checkpoint(seq)
 
     def _order_checkpoint(self) -> int:
-        return self._write(lambda _, time_us: [self._next_checkpoint_entry().encode(time_us)], (), None)
+        return self._write(
+            lambda _, time_us: [self._next_checkpoint_entry().encode(time_us)], (), None, may_use_reserve=True
+        )
 
     def _want_checkpoint_entry(self) -> None:
         if self._one_checkpoint.acquire(blocking=False):
@@ -573,6 +584,7 @@ def open_database(
     options: EngineOptions,
     checkpoints: Checkpoints,
     blocks: BlockSource | None = None,
+    cold: ColdOf | None = None,
     progress: Progress | None = None,
 ) -> Database:
     meta = meta_of(log, store)
@@ -585,6 +597,7 @@ def open_database(
         options=options,
         checkpoints=checkpoints,
         blocks=blocks,
+        cold=cold,
         progress=progress,
     )
 

@@ -27,7 +27,7 @@ from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.footer import FooterBuilder, footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
-from lowwater.engine.seams import File, Files, SyncMode, write_all
+from lowwater.engine.seams import Files, Readable, SyncMode, write_all
 from lowwater.errors import (
     Corrupt,
     DirectoryNotWritable,
@@ -139,7 +139,7 @@ def cluster_id_in(files: Files, directory: str, seq: int) -> bytes | None:
     return None
 
 
-def read_trailer(file: File, size: int) -> SegmentTrailer:
+def read_trailer(file: Readable, size: int) -> SegmentTrailer:
     """Finds the footer from the end of a sealed segment, whose header is there."""
     if not size:
         raise NotLowwater("the file is empty")

@@ -22,12 +22,12 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.away import BlockSource
-from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings, seal_entry
+from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings
 from lowwater.engine.checkpoints import Checkpoints
-from lowwater.engine.core import EngineOptions, identity_of, meta_of, new_meta
+from lowwater.engine.core import ColdOf, EngineOptions, identity_of, meta_of, new_meta
 from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.due import DUE_MAX
-from lowwater.engine.entries import Control, Copy, Write, decode_payload
+from lowwater.engine.entries import Abort, Commit, Control, Copy, Write, decode_payload
 from lowwater.engine.format import Kind
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import configured, open_parts
@@ -86,17 +86,16 @@ class Engine(Reading):
         seams: Seams | None = None,
         store: PageStore | None = None,
         blocks: BlockSource | None = None,
+        cold: ColdOf | None = None,
     ) -> None:
         """Open the engine in the directory `data`, or make one there. `orchestrator` is told what the engine
-        itself wants to have ordered. The last five are what a test, or a simulation, puts in their place."""
+        itself wants to have ordered. The last six are what a test, or a simulation, puts in their place."""
         if tier is not None:
-            raise InputError("this version keeps nothing in an object store", hint="leave `tier` out")
+            raise InputError("this engine knows no object store", hint="open lowwater.Engine, which does")
         settings = configured(data, config)
         wanted = log_options or settings.log_options
         self._orchestrator = orchestrator
         self._checkpoint_came = threading.Condition()
-        self._age_max_s = wanted.segment_age_max_s
-        self._age_task: Task | None = None
         self._upkeep_task: Task | None = None
 
         def begin(log: Log, pages: PageStore, found: Seams) -> None:
@@ -110,6 +109,7 @@ class Engine(Reading):
                 options=options or settings.options,
                 checkpoints=Checkpoints(found.files, settings.path, owned=True),
                 blocks=blocks,
+                cold=cold,
                 progress=progress,
             )
 
@@ -134,9 +134,8 @@ class Engine(Reading):
             raise
         self._upkeep = Upkeep(self._state, self._log, self.options.versions, order=self._propose, now_us=None)
         self._upkeep_task = self._seams.runner.start("engine-upkeep", self._upkeep_step)
-        if self._age_max_s is not None:
-            self._age_task = self._seams.runner.start("engine-age", self._age_step)
-            self._age_task.wake()
+        if wanted.segment_age_max_s is not None:
+            self.seal_by_age(wanted.segment_age_max_s)
 
     # ------------------------------------------------------------------ applying
 
@@ -154,7 +153,8 @@ class Engine(Reading):
             )
         group_seq_last = seq if isinstance(entry, Write) else None
         asks_for_checkpoint = isinstance(entry, Control) and entry.kind == Kind.CHECKPOINT
-        self._wait_for_room(None)
+        # What ends transactions, ships and purges is taken also where there is no room for more data.
+        self._wait_for_room(None, may_use_reserve=isinstance(members[0], Control | Commit | Abort))
         if asks_for_checkpoint:
             self._make_checkpoints_below(DUE_MAX)
 
@@ -339,18 +339,6 @@ class Engine(Reading):
 
     # ------------------------------------------------------------------ what the engine asks for
 
-    def _age_step(self) -> float | None:
-        """Propose a seal when the first frame of the current segment is too old, until it is there."""
-        age_max_s = self._age_max_s
-        assert age_max_s is not None
-        assert self._orchestrator is not None
-        if (wait_s := self._log.seal_wait_s(age_max_s)) > 0:
-            return wait_s
-        seq_first = self._wal.chain.seq_first
-        if seq_first and self._failure is None:
-            self._propose(seal_entry(seq_first))
-        return age_max_s
-
     def _upkeep_step(self) -> float | None:
         if self._failure is not None:
             return None
@@ -383,9 +371,8 @@ class Engine(Reading):
 
     def close(self) -> None:
         """Bring everything into pages and let the directory go."""
-        for task in (self._age_task, self._upkeep_task):
-            if task is not None:
-                task.stop()
+        if self._upkeep_task is not None:
+            self._upkeep_task.stop()
         super().close()
         with self._checkpoint_came:
             self._checkpoint_came.notify_all()

@@ -18,8 +18,8 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from itertools import islice, pairwise
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice, pairwise, repeat
 from typing import NamedTuple
 
 import cbor2
@@ -29,9 +29,12 @@ from lowwater.engine.due import as_stored
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.keeping import limited
 from lowwater.engine.measure import Measured
-from lowwater.engine.pages import TOMBSTONE, Page, encode_page, merge, merge_puts, page_key, stored_page
+from lowwater.engine.merge_aside import Aside
+from lowwater.engine.merge_messages import Part
+from lowwater.engine.merging import Merged, Rules, merge_changes
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_page
 from lowwater.engine.ranges import Layout, Range, Records
-from lowwater.engine.records import PageVersion, Record, page_version, put_columns
+from lowwater.engine.records import PageVersion, page_version
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
 from lowwater.engine.transaction_table import (
     TABLE_KEY,
@@ -57,11 +60,12 @@ GROUP_SHARE = 16
 # When transactions have written so much that ended since, their pages are stamped.
 SWEEP_ABOVE_BYTES = 4 * 2**20
 # What a range without pages is divided by: so many of its keys, into at most so many parts.
-SAMPLED_KEYS = 1024
-PARTS_MAX = 8
+SAMPLED_KEYS = 4096
+PARTS_MAX = 32
 # How many changed keys are sorted, and merged, and sessions encoded, before others may run.
 SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
+LET_GO_AT_ONCE = 1024
 SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
@@ -96,10 +100,12 @@ class Flusher:
         identity: dict[str, object],
         make_durable: Callable[[int], None],
         measured: Measured,
+        aside: Aside | None = None,
     ) -> None:
         """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
-        there."""
+        there. `aside` merges what is worth it elsewhere."""
         self._state = state
+        self.aside = aside
         self._measured = measured
         self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 8))
         self.identity = identity
@@ -363,7 +369,7 @@ class Flusher:
         del puts
         yield
         for each, layout in zip(group, layouts, strict=True):
-            freed_bytes += self._let_go(each, layout, waiting[each])
+            freed_bytes += yield from self._let_go(each, layout, waiting[each])
             yield
         if self.awaited:
             self._forget_brought([*written, *deletes])
@@ -437,20 +443,59 @@ class Flusher:
     ) -> Generator[None, None, _Merged]:
         """The layout of a range with what is frozen merged into its pages, of those that are here."""
         before = each.layout
+        waiting: list[bytes] = []
+        parts = yield from self._merged_aside(each, frozen_seq, kept)
+        keys: list[bytes] = []
+        pages: list[Page | None] = []
+        passed = 0  # pages that have gone into the new layout, or what has become of them
+        for part in parts if parts is not None else self._merged_here(each, frozen_seq, kept, waiting):
+            if part is None:
+                yield
+                continue
+            index, made = part
+            keys += before.keys[passed : max(index, 0)]
+            pages += before.pages[passed : max(index, 0)]
+            passed = index + 1
+            if index >= 0 and not (made and made[0][0] == before.keys[index]):
+                low = before.keys[index]
+                page = self._fetch(before, index)
+                assert page is not None, "a page that was merged is here"
+                seq = max(frozen_seq, page.seq)
+                if self._joins(each, before, keys, pages, seq):
+                    deletes.append(low)
+                    if keys:
+                        self._age(before, keys, pages, frozen_seq, puts)
+                else:
+                    made.insert(0, _made(low, _placeholder(low, seq)))
+            for key, data, page in made:
+                keys.append(key)
+                pages.append(page)
+                puts.append((key, data))
+        return _Merged(Layout(keys + before.keys[passed:], pages + before.pages[passed:]), waiting)
+
+    def _merged_aside(
+        self, each: Range, frozen_seq: int, kept: Kept
+    ) -> Generator[None, None, list[Part] | None]:
+        """What becomes of the pages of a range, by another process; None where it does not do that."""
+        aside = self.aside
+        if aside is None or self._view or kept.per_key_max is not None or not aside.takes(each):
+            return None
+        return (yield from aside.merge(each, frozen_seq, kept.floor, self._unstored))
+
+    def _merged_here(
+        self, each: Range, frozen_seq: int, kept: Kept, waiting: list[bytes]
+    ) -> Iterator[Part | None]:
+        """What becomes of the pages of a range that have changed, in order; None when others may run. Keys of
+        pages that are away go to `waiting`."""
+        before = each.layout
         assert each.frozen is not None
         all_changed = yield from _sorted(each.frozen)
         ends = [*(bisect_left(all_changed, key) for key in before.keys), len(all_changed)]
         start = 0
-        keys: list[bytes] = []
-        pages: list[Page | None] = []
-        waiting: list[bytes] = []
         # Below the first page there is none: it was empty once, or never was.
         for index, end in enumerate(ends, -1):
             changed, start = all_changed[start:end], end
             if not changed and not (index >= 0 and before.keys[index] in self._ended):
-                if index >= 0:
-                    keys.append(before.keys[index])
-                    pages.append(before.pages[index])
                 continue
             low = each.low
             page = None
@@ -459,71 +504,45 @@ class Flusher:
                 page = self._fetch(before, index)
                 if page is None:
                     waiting += changed
-                    keys.append(low)
-                    pages.append(None)
                     continue
             merged = yield from self._merge_page(each, page, low, changed, frozen_seq, kept)
-            if page is not None and not (merged and merged[0][0] == low):
-                seq = max(frozen_seq, page.seq)
-                if self._joins(each, before, keys, pages, seq):
-                    deletes.append(low)
-                    if keys:
-                        self._age(before, keys, pages, frozen_seq, puts)
-                else:
-                    merged.insert(0, (low, _placeholder(low, seq)))
+            made: list[tuple[bytes, bytes, Page]] = []
             for number, (key, result) in enumerate(merged):
-                data = encode_page(result, key)
-                keys.append(key)
-                pages.append(stored_page(data))
-                puts.append((key, data))
+                made.append(_made(key, result))
                 if number % 4 == 3:
-                    yield
-            yield
-        return _Merged(Layout(keys, pages), waiting)
+                    yield None
+            yield index, made
+            yield None
 
     def _merge_page(
         self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, kept: Kept
-    ) -> Generator[None, None, list[tuple[bytes, Page]]]:
-        """What becomes of one page. Many changes go in by parts, in order: the last page that a part leaves
-        is where the next part goes, still with the seq of the page that it was."""
-        done: list[tuple[bytes, Page]] = []
+    ) -> Generator[None, None, Merged]:
+        """What becomes of one page."""
         if page is not None and self._view:
             page = settle_page(page, self._view, frozen_seq)
-        seq_held = 0 if page is None else page.seq
-        boundaries, inline_bytes_max = self._state.boundaries, self._state.inline_bytes_max
+        state = self._state
+        per_key_max = kept.per_key_max
+
+        def limit(merged: Merged) -> Merged:
+            assert per_key_max is not None
+            return [(key, limited(found, per_key_max, kept.needed)) for key, found in merged]
+
         assert each.frozen is not None
-        by_column = not each.frozen_older and each.frozen_rec_seq > seq_held and frozen_seq <= kept.floor
-        for start in range(0, max(1, len(changed)), MERGED_AT_ONCE):
-            part = changed[start : start + MERGED_AT_ONCE]
-            if (
-                by_column
-                and part
-                and each.frozen_odd.isdisjoint(part)
-                and (page is None or page.has_mere_puts)
-            ):
-                columns = put_columns(part, [*map(each.frozen.__getitem__, part)], inline_bytes_max)
-                merged = merge_puts(page, low, part, columns, frozen_seq=frozen_seq, boundaries=boundaries)
-            else:
-                merged = merge(
-                    page,
-                    low,
-                    list(self._versions(each, part, frozen_seq)),
-                    frozen_seq=frozen_seq,
-                    floor=kept.floor,
-                    boundaries=boundaries,
-                )
-                if kept.per_key_max is not None:
-                    merged = [(key, limited(found, kept.per_key_max, kept.needed)) for key, found in merged]
-            if start + len(part) == len(changed):
-                return done + merged
-            if merged:
-                low, page = merged.pop()
-                page.seq = seq_held
-                done += merged
-            else:
-                page = Page(seq_held, [], array("Q"), array("Q"), bytearray(), [], [])
-            yield
-        raise AssertionError("a page without changes is not merged")
+        return (
+            yield from merge_changes(
+                page,
+                low,
+                changed,
+                each.frozen,
+                rules=Rules(frozen_seq, kept.floor, state.inline_bytes_max, state.boundaries),
+                rec_seq=each.frozen_rec_seq,
+                odd=each.frozen_odd,
+                has_older=bool(each.frozen_older),
+                versions=lambda part: list(self._versions(each, part, frozen_seq)),
+                after=None if per_key_max is None else limit,
+                at_once=MERGED_AT_ONCE,
+            )
+        )
 
     def _joins(
         self, each: Range, before: Layout, keys: list[bytes], pages: list[Page | None], seq: int
@@ -577,20 +596,34 @@ class Flusher:
                     continue
             yield key, versions
 
-    def _let_go(self, each: Range, layout: Layout, waiting: list[bytes]) -> int:
+    def _let_go(self, each: Range, layout: Layout, waiting: list[bytes]) -> Generator[None, None, int]:
         """The pages are durable: changes leave memory, but for those that wait, and so do pages that nobody
         reads. Returns how many bytes the changes took."""
         state = self._state
-        assert each.frozen is not None
-        freed = _bytes_of([each.frozen.values(), *each.frozen_older.values()])
+        frozen = each.frozen
+        assert frozen is not None
+        freed = 0
+        for records in (frozen.values(), *each.frozen_older.values()):
+            remaining = iter(records)
+            while sizes := [*map(len, islice(remaining, LET_GO_AT_ONCE))]:
+                freed += sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes)
+                if len(sizes) == LET_GO_AT_ONCE:
+                    yield
         for key in waiting:
-            freed -= _bytes_of([[each.frozen[key]], each.frozen_older.get(key, [])])
+            back = [frozen[key], *each.frozen_older.get(key, [])]
+            freed -= sum(map(len, back)) + RECORD_OVERHEAD_BYTES * len(back)
         with state.lock:
             each.thaw(waiting)
             state.dirty_bytes -= freed
             state.clean.adopt(layout)
             if len(layout.keys) > 2 * RANGE_PAGES:
                 self._divide(each)
+        # Thousands of small objects take as long to free as to make. Who still reads here looks again: the
+        # range's epoch has risen.
+        while frozen:
+            for _ in range(min(LET_GO_AT_ONCE, len(frozen))):
+                frozen.popitem()
+            yield
         return freed
 
     def _divide(self, each: Range) -> None:
@@ -614,8 +647,7 @@ class Flusher:
         to the store with the first others: or a page before it would claim the part's keys."""
         every = len(each.dirty) // SAMPLED_KEYS + 1
         sample = sorted(islice(each.dirty, 0, None, every))
-        is_boundary = self._state.boundaries.is_boundary
-        lows = sorted({page_key(key) for key in sample if is_boundary(key)} - {each.low})
+        lows = sorted({*self._state.boundaries.cuts(sample)} - {each.low})
         lows = [each.low, *lows[:: len(lows) // PARTS_MAX + 1]]
         if len(lows) > 1 and lows[1] > each.low:
             self._unstored.update((low, _placeholder(low, 0)) for low in lows[1:])
@@ -625,8 +657,11 @@ class Flusher:
     def _replace(self, each: Range, parts: list[Range]) -> None:
         """With the lock: a range by several, which get its changes."""
         lows = [part.low for part in parts]
-        for key, record in each.dirty.items():
-            parts[bisect_right(lows, key) - 1].dirty[key] = record
+        # Writers wait for this.
+        places = [part.dirty for part in parts]
+        found = map(bisect_right, repeat(lows), each.dirty)
+        for number, (key, record) in zip(found, each.dirty.items(), strict=True):
+            places[number - 1][key] = record
         for key, records in each.older.items():
             parts[bisect_right(lows, key) - 1].older[key] = records
         for key in each.odd:
@@ -673,6 +708,12 @@ def _sorted(records: Records) -> Generator[None, None, list[bytes]]:
     return keys
 
 
+def _made(key: bytes, page: Page) -> tuple[bytes, bytes, Page]:
+    """A page that is to be stored: its page key, its bytes, and the page as whose bytes it is kept."""
+    data = encode_page(page, key)
+    return key, data, stored_page(data)
+
+
 def _placeholder(low: bytes, seq: int) -> Page:
     """A page without keys: one tombstone, which is older than all that was ever written."""
     return Page(seq, [low], array("Q", [0]), array("Q", [0]), bytearray([TOMBSTONE]), [b""], [b""])
@@ -692,10 +733,6 @@ def _as_group(ranges: list[Range], group_bytes: int) -> list[Range]:
 
 def _is_crowded(each: Range) -> bool:
     return len(each.dirty) > CHANGES_MAX and len(each.layout.keys) < RANGE_PAGES
-
-
-def _bytes_of(every: Iterable[Collection[Record]]) -> int:
-    return sum(sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records) for records in every)
 
 
 def _rec_seq(each: Range) -> int:

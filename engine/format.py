@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from operator import add
 from typing import NamedTuple
 
 import cbor2
@@ -145,6 +146,7 @@ assert FLAGS_KNOWN < 2**16
 
 PAYLOAD_BYTES_MAX = BATCH_BYTES_MAX - FRAME_BYTES
 
+_pack_frame = FRAME.pack
 _pack_frame_head = FRAME_CHECKED_HEAD.pack
 _pack_u32 = U32.pack
 _pack_fixed = FIXED.pack
@@ -364,6 +366,12 @@ def encode_frames(seqs: Iterable[int], payloads: Sequence[bytes], sizes: Sequenc
     parts[1::3] = map(_pack_u32, map(crc32, payloads, map(crc32, heads)))
     parts[2::3] = payloads
     return b"".join(parts)
+
+
+def encode_each_frame(seqs: Sequence[int], payloads: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
+    """The same as a `bytes` for each frame, for who keeps them."""
+    checksums = map(crc32, payloads, map(crc32, map(_pack_frame_head, seqs, sizes)))
+    return list(map(add, map(_pack_frame, seqs, sizes, checksums), payloads))
 
 
 def frame_checksum(seq: int, payload: bytes) -> int:

@@ -39,13 +39,13 @@ from lowwater.errors import (
     DirectoryLocked,
     DirectoryNotWritable,
     DiskFailed,
-    DiskFull,
     InternalError,
     LogPoisoned,
     LowwaterError,
     NewerVersion,
     NotFound,
     NotLowwater,
+    OutOfSpace,
 )
 
 T = TypeVar("T")
@@ -364,7 +364,7 @@ class LmdbPages:
         now = self._environment.info()["map_size"]
         wanted = min(now + _growth(now), self._map_bytes_max)
         if wanted <= now:
-            raise DiskFull(
+            raise OutOfSpace(
                 f"the pages have reached their limit of {self._map_bytes_max:,} bytes",
                 path=self.path,
                 hint="raise it, or delete data: this group was not written, a smaller one may still fit",

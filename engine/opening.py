@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine.away import BlockSource
 from lowwater.engine.checkpoints import Checkpoints
+from lowwater.engine.core import ColdOf
 from lowwater.engine.database import Database, EngineOptions, open_database
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
@@ -81,6 +83,7 @@ def configured(
         EngineOptions(
             pool_bytes_max=loaded.engine.pool_bytes_max,
             checkpoint_interval_s=loaded.engine.checkpoint_interval_s,
+            merge_worker=loaded.engine.merge_worker,
             versions=VersionPolicy(
                 age_max_s=loaded.versions.age_max_s,
                 seqs_max=loaded.versions.seqs_max,
@@ -88,6 +91,7 @@ def configured(
             ),
             checkpoint_entry_interval_s=loaded.engine.checkpoint_entry_interval_s,
             checkpoint_entry_bytes=loaded.engine.checkpoint_entry_bytes,
+            disk_reserve_bytes=loaded.engine.disk_reserve_bytes,
         ),
         os.fspath(loaded.wal.dir) if loaded.wal.dir is not None else None,
     )
@@ -104,6 +108,7 @@ def open_with(
     create: bool = True,
     registry: CollectorRegistry | None = None,
     blocks: BlockSource | None = None,
+    cold: ColdOf | None = None,
     progress: Progress | None = None,
 ) -> Database:
     """The same with everything that a test, or a simulation, puts in its place."""
@@ -116,13 +121,16 @@ def open_with(
             options=options or EngineOptions(),
             checkpoints=Checkpoints(found.files, path, owned=True),
             blocks=blocks,
+            cold=cold,
             progress=progress,
         )
 
+    wanted = log_options or LogOptions()
     database = open_parts(
         path,
         begin,
-        log_options=log_options,
+        # A log that seals by age appends by itself, past the state.
+        log_options=replace(wanted, segment_age_max_s=None),
         seams=seams,
         store=store,
         log_directory=log_directory,
@@ -132,6 +140,8 @@ def open_with(
     )
     try:
         database.begin_upkeep()
+        if wanted.segment_age_max_s is not None:
+            database.seal_by_age(wanted.segment_age_max_s)
     except BaseException:
         database.close()
         raise

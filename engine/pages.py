@@ -20,7 +20,7 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, compress, pairwise
 from operator import methodcaller, ne, neg
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -81,7 +81,7 @@ Record = tuple[bytes, list[Version]]
 """An encoded key and its versions, newest first."""
 Row = tuple[int, int, int, bytes, bytes]
 """seq, time_us, flags, metadata, value"""
-PlainRows = tuple[list[str], list[bytes], "array[int]", "array[int]"]
+PlainRows = tuple[list[str], Sequence[bytes], "array[int]", "array[int]"]
 """Names, values, seqs and times of rows, as columns."""
 
 
@@ -127,10 +127,12 @@ class Boundaries:
     """Which keys begin a page: about one of `page_keys`. The salt keeps others from choosing keys of which
     none does, and a page from growing without end."""
 
-    __slots__ = ("_hash", "_threshold")
+    __slots__ = ("_hash", "_threshold", "page_keys", "salt")
 
     def __init__(self, salt: bytes, page_keys: int) -> None:
         assert page_keys > 0
+        self.salt = salt
+        self.page_keys = page_keys
         self._hash = partial(blake3, key=blake3(salt).digest())
         self._threshold = 2**64 // page_keys
 
@@ -234,7 +236,7 @@ class Page:
     @property
     def is_plain(self) -> bool:
         """Whether all values are here, besides."""
-        return self.has_mere_puts and not any(self.flags)
+        return self.has_mere_puts and not self.flags.strip(b"\0")
 
     def bounds(self, low: bytes, high: bytes | None) -> tuple[int, int]:
         """The rows of the keys from `low` to below `high`: the first one, and the one after the last."""
@@ -305,6 +307,34 @@ class Page:
             index = tags.find(tag, index + 1)
         return -1
 
+    def newest(self, key: bytes) -> Row | None:
+        """The newest version of `key`: `find` and `row` in one, for the page that is read again and again."""
+        data = self._data
+        if data is None or (tags := self._tags) is None:
+            index = self.find(key)
+            return None if index < 0 else self.row(index)
+        value_ends, _, keys_at, metadata_at, values_at, _ = self._sections
+        ends = self._key_ends
+        assert ends is not None, "tags come after the ends of the keys"
+        tag = hash(key) & 255
+        index = tags.find(tag)
+        while index >= 0 and data[keys_at + (ends[index - 1] if index else 0) : keys_at + ends[index]] != key:
+            index = tags.find(tag, index + 1)
+        if index < 0:
+            return None
+        if metadata_at != values_at or self._row_ends is not None or not index:
+            return self.row(index if self._row_ends is None or not index else self._row_ends[index - 1])
+        start, end = _unpack_two(data, value_ends + 4 * index - 4)
+        count = self._row_count
+        at = HEADER_BYTES + 8 * index
+        return (
+            _unpack_u64(data, at)[0],
+            _unpack_u64(data, at + 8 * count)[0],
+            data[keys_at - count + index],
+            b"",
+            data[values_at + start : values_at + end],
+        )
+
     def _find_first(self, key: bytes, data: bytes) -> int:
         """`find` where it may be the only time."""
         if self._key_ends is not None:
@@ -336,26 +366,8 @@ class Page:
         count = stop - start
         if count <= 0:
             return [], [], array("Q"), array("Q")
-        value_ends, _, keys_at, _, values_at, _ = self._sections
-        ends = self._find_ends(data)
-        first = ends[start - 1] if start else 0
-        # Cutting a text is faster than decoding each name, where a character is a byte. The length of the
-        # bucket's name, which stands before it, may be none.
-        blob = data[keys_at + first : keys_at + ends[stop - 1]]
-        if blob.isascii():
-            text = blob.decode()
-            stops = [end - first for end in ends[start:stop]]
-            starts = [skip, *map(skip.__add__, stops)]
-            names = [text[begin:end] for begin, end in zip(starts, stops, strict=False)]
-        else:
-            names = [key[skip:].decode() for key in self.keys[start:stop]]
-        bounds = _array("I", data, value_ends + 4 * start - 4, count + 1)
-        if not start:
-            bounds[0] = 0
-        blob = data[values_at : values_at + bounds[-1]]
-        values = [blob[begin:end] for begin, end in pairwise(bounds)]
-        if sum(map(len, values)) != bounds[-1] - bounds[0]:
-            raise Corrupt("the parts of a page do not follow each other", hint=_HINT)
+        names = self._plain_names(data, start, stop, skip)
+        values = self._plain_values(data, start, stop)
         times_at = HEADER_BYTES + 8 * self._row_count
         return (
             names,
@@ -363,6 +375,39 @@ class Page:
             _array("Q", data, HEADER_BYTES + 8 * start, count),
             _array("Q", data, times_at + 8 * start, count),
         )
+
+    def _plain_names(self, data: bytes, start: int, stop: int, skip: int) -> list[str]:
+        keys_at = self._sections[2]
+        ends = self._find_ends(data)
+        # Cutting a text is faster than decoding each name, where a character is a byte. The length of the
+        # bucket's name, which stands before it, may be none.
+        blob = data[keys_at : keys_at + ends[stop - 1]]
+        if not blob.isascii():
+            return [key[skip:].decode() for key in self.keys[start:stop]]
+        text = blob.decode()
+        size = _even_size(data, HEADER_BYTES + 16 * self._row_count, stop)
+        if size:
+            return list(map(text.__getitem__, _even_slices(size, skip)[start:stop]))
+        stops = ends[start:stop].tolist()
+        starts = [(ends[start - 1] if start else 0) + skip, *map(skip.__add__, stops)]
+        return [text[begin:end] for begin, end in zip(starts, stops, strict=False)]
+
+    def _plain_values(self, data: bytes, start: int, stop: int) -> Sequence[bytes]:
+        ends_at, values_at = self._sections[0], self._sections[4]
+        size = _even_size(data, ends_at, stop)
+        if size:
+            values: Sequence[bytes] = _even_parts(size, stop - start).unpack_from(
+                data, values_at + size * start
+            )
+            return values
+        bounds = _array("I", data, ends_at + 4 * start - 4, stop - start + 1)
+        if not start:
+            bounds[0] = 0
+        blob = data[values_at : values_at + bounds[-1]]
+        values = [blob[begin:end] for begin, end in pairwise(bounds)]
+        if sum(map(len, values)) != bounds[-1] - bounds[0]:
+            raise Corrupt("the parts of a page do not follow each other", hint=_HINT)
+        return values
 
     def _find_ends(self, data: bytes) -> array[int]:
         """Where the keys of a stored page end, counted from the first."""
@@ -459,6 +504,36 @@ def _array(code: str, data: bytes, at: int, count: int) -> array[int]:
     return numbers
 
 
+# Names, or values, that are all of one size are cut in one call: up to so many of a page, of so many bytes.
+_EVEN_ROWS_MAX = 256
+_EVEN_BYTES_MAX = 4096
+
+
+def _even_size(data: bytes, ends_at: int, count: int) -> int:
+    """The size of each of the first `count` parts, whose ends are at `ends_at`; 0 where they differ."""
+    size: int = _unpack_u32(data, ends_at)[0]
+    if 0 < size <= _EVEN_BYTES_MAX and count <= _EVEN_ROWS_MAX:
+        stop = 4 * count
+        if data[ends_at : ends_at + stop] == _even_ends(size)[:stop]:
+            return size
+    return 0
+
+
+@lru_cache(64)
+def _even_ends(size: int) -> bytes:
+    return array("I", range(size, size * _EVEN_ROWS_MAX + 1, size)).tobytes()
+
+
+@lru_cache(64)
+def _even_slices(size: int, skip: int) -> list[slice]:
+    return [slice(at + skip, at + size) for at in range(0, size * _EVEN_ROWS_MAX, size)]
+
+
+@lru_cache(256)
+def _even_parts(size: int, count: int) -> struct.Struct:
+    return struct.Struct(f"{size}s" * count)
+
+
 def _cut(blob: bytes, ends: array[int]) -> list[bytes]:
     start = 0
     parts = [blob[start : (start := end)] for end in ends]
@@ -500,6 +575,11 @@ def encode_page(page: Page, key: bytes) -> bytes:
         )
     )
     return b"".join((_RECOGNISED, _pack_u32(crc32(covered, crc32(_RECOGNISED, crc32(key)))), covered))
+
+
+def stored_bytes(page: Page, key: bytes) -> bytes:
+    """The bytes of a page that is stored, or is to be, under the page key `key`."""
+    return encode_page(page, key) if page._data is None else page._data
 
 
 def decode_page(data: bytes, key: bytes) -> Page:

@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from lowwater.errors import DiskFull, LogPoisoned
+from lowwater.errors import LogPoisoned, OutOfSpace
 
 # What LMDB takes.
 KEY_BYTES_MAX = 511
@@ -91,7 +91,7 @@ def check_write(
 def write_failure(number: int, path: str) -> LogPoisoned:
     """The error of the write that failed with this errno (0: it is not known), and of all after it."""
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return DiskFull(
+        return OutOfSpace(
             "the disk is full: a group of pages was not written",
             path=path,
             hint=_HINT.format("free some space"),

@@ -27,8 +27,8 @@ class Piece:
     """A run of frames, ready to be written at `offset` of its segment."""
 
     __slots__ = (
-        "completes", "data", "ends_segment", "frame_count", "has_news", "offset", "owner", "positions",
-        "seq_before", "seq_first", "seq_last", "starts_segment", "time_us",
+        "completes", "data", "ends_segment", "frame_count", "frames", "has_news", "offset", "owner",
+        "positions", "seq_before", "seq_first", "seq_last", "starts_segment", "time_us",
     )  # fmt: skip
 
     def __init__(
@@ -43,8 +43,11 @@ class Piece:
         time_us: int,
         starts_segment: Chain | None,
         ends_segment: bool,
+        frames: list[bytes] | None = None,
     ) -> None:
         self.data = data
+        # Each frame by itself, where somebody keeps them.
+        self.frames = frames
         self.offset = offset
         self.positions = positions
         self.frame_count = len(positions)
@@ -63,8 +66,13 @@ class Piece:
 
 def frames_of(pieces: Sequence[Piece]) -> list[bytes]:
     """Each frame of the pieces."""
+    if len(pieces) == 1 and (found := pieces[0].frames) is not None:
+        return found
     frames: list[bytes] = []
     for piece in pieces:
+        if piece.frames is not None:
+            frames += piece.frames
+            continue
         data, offset = piece.data, piece.offset
         starts = [position - offset for position in piece.positions]
         frames += [data[start:end] for start, end in zip(starts, [*starts[1:], len(data)], strict=True)]
@@ -95,16 +103,22 @@ def raise_times(payloads: Sequence[bytes], time_us: int) -> Sequence[bytes]:
 
 
 def cut(
-    chain: Chain, seqs: Sequence[int], payloads: Sequence[bytes], sizes: list[int], *, batch_bytes_max: int
+    chain: Chain,
+    seqs: Sequence[int],
+    payloads: Sequence[bytes],
+    sizes: list[int],
+    *,
+    batch_bytes_max: int,
+    alike: bool = False,
 ) -> tuple[list[Piece], Chain]:
     """The pieces of `payloads`, whose lengths are `sizes` and whose seqs are known to rise, and the chain
-    after them."""
+    after them. Those that are `alike` are puts of one time without flags, and each frame will be wanted."""
     if len(payloads) == 1 and _goes_alone(chain, payloads[0], batch_bytes_max):
         return _cut_one(chain, seqs, payloads, sizes)
     frames_bytes = sum(sizes) + FRAME_BYTES * len(sizes)
     plain = True
     # Everything before `origin`: most payloads of a batch have it in common.
-    heads = {payload[:17] for payload in payloads}
+    heads = {payload[:17] for payload in (payloads[:1] if alike else payloads)}
     times = {head[format.TIME_SLICE] for head in heads}
     if len(times) > 1 or int.from_bytes(next(iter(times)), "little") < chain.time_us:
         payloads = raise_times(payloads, chain.time_us)
@@ -122,7 +136,7 @@ def cut(
         and frames_bytes <= batch_bytes_max
         and chain.body_bytes + frames_bytes < chain.settings.segment_bytes
     ):
-        return _cut_one(chain, seqs, payloads, sizes)
+        return _cut_one(chain, seqs, payloads, sizes, by_frame=alike)
     return _cut_each(chain, seqs, payloads, sizes, batch_bytes_max)
 
 
@@ -141,10 +155,11 @@ _MERE_KINDS = frozenset(bytes((kind, 0, 0)) for kind in (Kind.PUT, Kind.DELETE))
 
 
 def _cut_one(
-    chain: Chain, seqs: Sequence[int], payloads: Sequence[bytes], sizes: list[int]
+    chain: Chain, seqs: Sequence[int], payloads: Sequence[bytes], sizes: list[int], *, by_frame: bool = False
 ) -> tuple[list[Piece], Chain]:
     """The common case: entries that neither begin nor end anything."""
-    data = format.encode_frames(seqs, payloads, sizes)
+    frames = format.encode_each_frame(seqs, payloads, sizes) if by_frame else None
+    data = b"".join(frames) if frames is not None else format.encode_frames(seqs, payloads, sizes)
     positions = _positions(chain.body_bytes, sizes)
     body_bytes = positions.pop()
     time_us = int.from_bytes(payloads[-1][format.TIME_SLICE], "little")
@@ -159,6 +174,7 @@ def _cut_one(
         time_us=time_us,
         starts_segment=None,
         ends_segment=False,
+        frames=frames,
     )
     # The same as _replace, which is ten times as slow.
     after = Chain(

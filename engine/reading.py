@@ -7,8 +7,9 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from lowwater.engine import content, format
@@ -27,7 +28,6 @@ from lowwater.engine.transaction_table import Row
 from lowwater.errors import InputError, LowwaterError, NotFound, RetryError, VersionGone
 
 LIMIT_DEFAULT = 1000
-_NO_OBJECT = Object("", "", b"", None, 0, 0)
 
 
 class Reading(Core):
@@ -237,12 +237,14 @@ class Reading(Core):
             low = max(low, encode_key(name, _as_text(start_after, "key")) + b"\0")
         found = self._scan(bucket, low, high, self._pin(at, wait_s))
         next(found)  # into the block that unpins, which a generator that never began does not leave
-        return found
+        return Scan(found)
 
-    def _scan(self, bucket: str, low: bytes, high: bytes, pinned: int) -> Iterator[Object]:
+    def _scan(
+        self, bucket: str, low: bytes, high: bytes, pinned: int
+    ) -> Generator[Sequence[Object], None, None]:
         try:
-            yield _NO_OBJECT
-            yield from self._state.scan(bucket, low, high, pinned)
+            yield ()
+            yield from self._state.scan_lists(bucket, low, high, pinned)
         finally:
             self._state.unpin(pinned)
 
@@ -359,6 +361,26 @@ class Reading(Core):
         with state.lock:
             ends = state.keeping.expires_us
             return {name: Snapshot(seq, ends.get(name)) for name, seq in state.snapshots.items()}
+
+
+class Scan(Iterator[Object]):
+    """The objects of a scan. Who leaves it before its end can `close` it: until then its moment is pinned."""
+
+    __slots__ = ("_lists", "_objects")
+
+    def __init__(self, lists: Generator[Sequence[Object], None, None]) -> None:
+        self._lists = lists
+        self._objects = chain.from_iterable(lists)
+
+    def __iter__(self) -> Iterator[Object]:
+        return self._objects  # itself, without a call for each object
+
+    def __next__(self) -> Object:
+        return next(self._objects)
+
+    def close(self) -> None:
+        self._lists.close()
+        self._objects = chain()
 
 
 def _as_text(text: Any, what: str) -> bytes:

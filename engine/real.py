@@ -6,6 +6,7 @@ Always true: a directory that `make_directory` made is durable; a lock ends with
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -13,9 +14,12 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from typing import Literal
 
-from lowwater.engine.seams import Step, SyncMode
+from lowwater.engine.seams import Step, SyncMode, write_in_turn
+from lowwater.engine.uring import Ring
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
@@ -25,6 +29,10 @@ WRITE_SYNC_FLAGS: dict[SyncMode, int] = (
 )
 
 
+# A file system that does not know what is asked of it.
+_NOT_HERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# A write that has not been tried.
+_NOT_BEGUN = (errno.ECANCELED, errno.EAGAIN, errno.EINTR)
 # What a direct write must be aligned to on every disk there is, and how much of it goes out in one call.
 BLOCK_BYTES = 4096
 STAGING_BYTES = 2**20 + 2 * BLOCK_BYTES
@@ -85,6 +93,8 @@ class ThreadTask:
 class ThreadRunner:
     """A thread for each step."""
 
+    has_processes = True
+
     def start(self, name: str, step: Step) -> ThreadTask:
         return ThreadTask(name, step)
 
@@ -116,11 +126,14 @@ class RealFile:
             try:
                 return os.pwritev(self._fd, buffers[:BUFFERS_PER_CALL], offset, flag)
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                if error.errno not in _NOT_HERE:
                     raise
         written = os.pwritev(self._fd, buffers[:BUFFERS_PER_CALL], offset)
         self.sync(sync)
         return written
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
 
     def sync(self, mode: SyncMode) -> None:
         if self._fd < 0:
@@ -148,11 +161,14 @@ class SequentialFile(RealFile):
     """A file that is written front to back, past the page cache: no copy into it, no pages to find for it,
     and where the disk can, no flush of all its cache for a few blocks.
 
-    Always true: `_staging` begins with what stands in the file between the last block boundary and `_end`,
-    which is where the last write ended; -1 when that is not known.
+    Always true:
+      - `_staging` begins with what stands in the file between the last block boundary and `_end`, which is
+        where the last write ended; -1 when that is not known;
+      - while a ring can have writes under way, which outlive the process, there is a lock on the file. It
+        belongs to what has the file open, which includes them. `settle` waits for it.
     """
 
-    __slots__ = ("_direct_fd", "_end", "_map", "_staging")
+    __slots__ = ("__weakref__", "_direct_fd", "_end", "_map", "_ring", "_staging")
 
     def __init__(self, fd: int, direct_fd: int) -> None:
         super().__init__(fd)
@@ -160,10 +176,14 @@ class SequentialFile(RealFile):
         self._end = -1
         self._map = mmap.mmap(-1, STAGING_BYTES)
         self._staging = memoryview(self._map)
+        self._ring: Ring | Literal[False] | None = None  # False where there can be none
+        _sequential_files.add(self)
 
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers)
         size = len(data)
+        if self._ring:
+            self._ring.wait()  # an exception may have ended a write before its time
         end_before, self._end = self._end, -1  # until this write has ended well
         if self._direct_fd < 0 or not 0 < size <= STAGING_BYTES - 2 * BLOCK_BYTES:
             return super().write_at(offset, buffers, sync)
@@ -181,7 +201,7 @@ class SequentialFile(RealFile):
                 self._direct_fd, [staging[: end + padding]], base, WRITE_SYNC_FLAGS.get(sync, 0)
             )
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            if error.errno not in _NOT_HERE:
                 raise
             # Not on this file system.
             self._close_direct()
@@ -196,6 +216,69 @@ class SequentialFile(RealFile):
         self._end = offset + size
         return size
 
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        while parts:
+            done = self._write_linked(offset, parts, sync)
+            if not done:
+                write_in_turn(self, offset, parts, sync)
+                return
+            offset += sum(map(len, parts[:done]))
+            parts = parts[done:]
+
+    def _write_linked(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> int:
+        """Write and sync as many parts as go into one call. Returns how many that are."""
+        ring = self._linking(sync)
+        if ring is None:
+            return 0
+        ring.wait()
+        staging = self._staging
+        start = offset % BLOCK_BYTES
+        if start and self._end != offset:
+            staging[:start] = os.pread(self._fd, start, offset - start).ljust(start, b"\0")
+        self._end = -1  # until these have ended well
+        writes = []
+        slot = 0  # where the blocks of a part begin, the first with what stands before it in the file
+        for part in parts[: ring.writes_max]:
+            size = len(part)
+            end = slot + start + size
+            padding = -end % BLOCK_BYTES
+            next_slot = end + padding
+            if next_slot + BLOCK_BYTES > STAGING_BYTES:
+                break
+            staging[slot + start : end] = part
+            staging[end:next_slot] = bytes(padding)
+            writes.append((slot, next_slot - slot, offset - start))
+            offset += size
+            start = offset % BLOCK_BYTES
+            staging[next_slot : next_slot + start] = staging[end - start : end]
+            slot = next_slot
+        if not writes:
+            return 0
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        results = ring.write(address, writes, WRITE_SYNC_FLAGS[sync])
+        for done, (result, (_, size, _)) in enumerate(zip(results, writes, strict=True)):
+            if result == size:
+                continue
+            if -result in _NOT_HERE:
+                self._close_ring()
+            elif result < 0 and -result not in _NOT_BEGUN:
+                raise OSError(-result, os.strerror(-result))
+            # Also where not all of it went in: the plain way writes the rest or tells why not.
+            return done
+        staging[:start] = staging[slot : slot + start]
+        self._end = offset
+        return len(writes)
+
+    def _linking(self, sync: SyncMode) -> Ring | None:
+        if self._direct_fd < 0 or sync not in WRITE_SYNC_FLAGS:
+            return None
+        if self._ring is None:
+            self._ring = False
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._direct_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._ring = Ring(self._direct_fd)
+        return self._ring or None
+
     def truncate(self, size: int) -> None:
         self._end = -1
         super().truncate(size)
@@ -204,10 +287,35 @@ class SequentialFile(RealFile):
         self._close_direct()
         super().close()
 
+    def _close_ring(self) -> None:
+        if self._ring:
+            self._ring.close()
+            fcntl.flock(self._direct_fd, fcntl.LOCK_UN)
+        self._ring = False
+
     def _close_direct(self) -> None:
+        self._close_ring()
         fd, self._direct_fd = self._direct_fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def abandon(self) -> None:
+        """In a forked child: the lock and the ring are the parent's, and must not outlive it."""
+        if self._ring:
+            self._ring.abandon()
+        self._ring = False
+        self.close()
+
+
+_sequential_files: weakref.WeakSet[SequentialFile] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    for file in list(_sequential_files):
+        file.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
 
 
 class LockFile(RealFile):
@@ -283,6 +391,18 @@ class RealFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def settle(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            finally:
+                os.close(fd)
+
+    def room(self, directory: str) -> int:
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize
 
     def lock(self, path: str, owner: str) -> RealFile:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lowwater.engine import format
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.scan import READ_BYTES, Readable, all_zero, find_frame, is_frame, why_not_a_frame
-from lowwater.engine.seams import File, SyncMode
+from lowwater.engine.seams import File, SyncMode, write_in_turn
 from lowwater.errors import Corrupt
 
 _SECTOR_BYTES = 4096
@@ -131,6 +131,9 @@ class TolerantFile:
 
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         return self._file.write_at(offset, buffers, sync)
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        write_in_turn(self, offset, parts, sync)
 
     def sync(self, mode: SyncMode) -> None:
         self._file.sync(mode)

@@ -50,7 +50,20 @@ class Task(Protocol):
 class Runner(Protocol):
     """Calls background steps."""
 
+    has_processes: bool
+    """Whether there may be other processes besides: in a simulation nothing happens that it does not call."""
+
     def start(self, name: str, step: Step) -> Task: ...
+
+
+class Readable(Protocol):
+    """What is read by place, wherever it lies."""
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`; fewer only at the end."""
+        ...
+
+    def size(self) -> int: ...
 
 
 class File(Protocol):
@@ -64,6 +77,11 @@ class File(Protocol):
         """Write the buffers one after the other. Returns how many bytes went in, which may be fewer
         than were given: `write_all` goes on from there. With a sync mode, what went in survives a power
         loss once this returns; it says nothing of other writes to the file."""
+        ...
+
+    def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        """Write the parts one after the other, each whole, and with a sync mode synced before the next one
+        begins. After an error those before it are in the file, and of the others it is not known."""
         ...
 
     def sync(self, mode: SyncMode) -> None:
@@ -113,9 +131,18 @@ class Files(Protocol):
 
     def sync_directory(self, directory: str) -> None: ...
 
+    def room(self, directory: str) -> int:
+        """How many bytes may still be written to the file system that the directory is on."""
+        ...
+
     def lock(self, path: str, owner: str) -> File:
         """Take the lock file and write `owner` into it; held until the file is closed or the process
         ends. BlockingIOError where somebody else has it."""
+        ...
+
+    def settle(self, path: str) -> None:
+        """Return once no write to the file is under way that was begun by a process which has ended since.
+        Who has the lock calls this before it reads. No error where there is no such file."""
         ...
 
 
@@ -130,3 +157,10 @@ def write_all(file: File, offset: int, buffers: Sequence[bytes], sync: SyncMode 
         count = file.write_at(offset + written, [bytes(rest[written:])], sync)
         assert count > 0, "a file system took no bytes and raised no error"
         written += count
+
+
+def write_in_turn(file: File, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+    """`write_each`, by a call for each."""
+    for part in parts:
+        write_all(file, offset, [part], sync)
+        offset += len(part)

@@ -93,7 +93,7 @@ class Spill:
         def encode(_: Chain, time_us: int) -> list[bytes]:
             return [self._encode_end(Abort(self.txn, savepoint_seq), time_us)]
 
-        self._database._queue(encode, (), None)
+        self._database._queue(encode, (), None, may_use_reserve=True)
         while self._runs and self._runs[-1][0] >= count:
             self._runs.pop()
         self.count = count
@@ -125,7 +125,10 @@ class Spill:
             self._has_ended = True
             try:
                 self._database._queue(
-                    lambda _, time_us: [self._encode_end(Abort(self.txn), time_us)], (), None
+                    lambda _, time_us: [self._encode_end(Abort(self.txn), time_us)],
+                    (),
+                    None,
+                    may_use_reserve=True,
                 )
             except LowwaterError:
                 pass  # the log takes nothing any more, and has told others
@@ -146,5 +149,5 @@ def abort_losers(database: Database) -> int:
         def encode(_: Chain, time_us: int) -> list[bytes]:
             return [encode_outcome(Abort(row.txn), time_us, txn_seq_before=row.seq_last) for row in losers]
 
-        database._write(encode, (), None)
+        database._write(encode, (), None, may_use_reserve=True)
     return len(losers)

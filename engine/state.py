@@ -217,9 +217,9 @@ class State:
         for key, record in zip(keys, records, strict=True):
             place = ranges[bisect_right(lows, key) - 1]
             dirty = place.dirty
-            before = dirty.get(key)
-            dirty[key] = record
-            if before is not None:
+            before = dirty.setdefault(key, record)
+            if before is not record:
+                dirty[key] = record
                 if keeps_older and seq_of(before) < seq_of(record):
                     place.older.setdefault(key, []).append(before)
                 else:
@@ -532,16 +532,32 @@ class State:
                     if place.epoch != epoch:
                         continue
                     raise
-                found = None if page is None else self._row_of(page, page.find(key), bucket, name, reader)
-                if found is _UNSTAMPED:
-                    return self._newest_resolved(key, bucket, name, reader)
+                row = None if page is None else page.newest(key)
+                if row is None:
+                    found = None
+                else:
+                    seq, time_us, flags, metadata, value = row
+                    if not flags and not metadata:
+                        found = _new(Object, (bucket, name, value, None, seq, time_us))
+                    elif flags & UNSTAMPED:
+                        return self._newest_resolved(key, bucket, name, reader)
+                    else:
+                        found = self._object_of_row(*row, bucket, name, reader)
             if place.epoch != epoch:
                 continue
             if found is None:
                 return None, 0
-            if found.seq <= durable_seq and len(found.value) <= self.inline_bytes_max:
-                self._keep_ready(key, found, place, epoch, changed)
-            return found, found.seq
+            seq = found.seq
+            if seq <= durable_seq and len(found.value) <= self.inline_bytes_max:
+                # What was asked for once may never be again. Losing one of these to a race costs nothing.
+                asked_for = self._asked_for
+                if key in asked_for:
+                    self._keep_ready(key, found, place, epoch, changed)
+                else:
+                    if len(asked_for) >= self._asked_for_max:
+                        asked_for.clear()
+                    asked_for.add(key)
+            return found, seq
 
     def _newest_resolved(
         self, key: bytes, bucket: str, name: str, reader: PlaceReader | None
@@ -579,13 +595,6 @@ class State:
     ) -> None:
         """Who changes the key takes it out of here afterwards, with the lock; who was faster than us is seen.
         Without the lock others could find it here before we have looked."""
-        # What was asked for once may never be again. Losing one of these to a race costs nothing.
-        asked_for = self._asked_for
-        if key not in asked_for:
-            if len(asked_for) >= self._asked_for_max:
-                asked_for.clear()
-            asked_for.add(key)
-            return
         if not self.lock.acquire(blocking=False):
             return
         try:
@@ -643,7 +652,7 @@ class State:
 
     def _page_of(self, place: Range, key: bytes) -> Page | None:
         layout = place.layout
-        index = layout.index(key)
+        index = bisect_right(layout.keys, key) - 1
         if index < 0:
             return None
         page = layout.pages[index]
@@ -795,6 +804,8 @@ class State:
 
     def view_of(self, place: Range, key: bytes) -> View | None:
         """With the lock: the same for the page that this key belongs to."""
+        if not self.transactions.rows:
+            return None
         index = place.layout.index(key)
         return self.view(place, place.layout.keys[index] if index >= 0 else None)
 
@@ -812,8 +823,7 @@ class State:
         """The live objects from `low` to below `high`, in order, as of `at` (which is pinned), else as they
         are when the scan comes by; with what the transaction `viewer` has written. Not with the lock: pages
         that are away are read, one by one."""
-        seq = format.SEQ_MAX if at is None else at
-        return chain.from_iterable(self._scan_pages(bucket, low, high, seq, reader, viewer))
+        return chain.from_iterable(self.scan_lists(bucket, low, high, at, reader, viewer))
 
     def first(self, bucket: str, low: bytes, high: bytes | None) -> Object | None:
         """The first live object from `low` to below `high`, if there is one."""
@@ -826,15 +836,17 @@ class State:
                 return found[0]
         return None
 
-    def _scan_pages(
+    def scan_lists(
         self,
         bucket: str,
         low: bytes,
         high: bytes | None,
-        seq: int,
-        reader: PlaceReader | None,
-        viewer: int,
+        at: int | None = None,
+        reader: PlaceReader | None = None,
+        viewer: int = 0,
     ) -> Iterator[list[Object]]:
+        """The same, a list for each page."""
+        seq = format.SEQ_MAX if at is None else at
         skip = 1 + len(bucket.encode())
         position: bytes | None = low
         while position is not None:
@@ -869,7 +881,9 @@ class State:
         if page is None:
             rows: list[Object] = []
         else:
-            rows = self._rows_between(page, bucket, skip, low, end, seq, overlay, reader)
+            # Where another page follows, all of this one lies below its key.
+            stop = end if following is None else None
+            rows = self._rows_between(page, bucket, skip, low, stop, seq, overlay, reader)
         if overlay:
             for key, records in overlay.items():
                 found = self._overlaid(key, records, page, bucket, key[skip:].decode(), seq, reader)
@@ -962,6 +976,8 @@ class State:
         page = None
         if index >= 0:
             page = self._page_at(layout, index, above)
+            if page is not None and layout.pages[index] is None:
+                self.clean.add_to_room(layout, index, page)
         return place, page, end, following
 
     def _overlaid(

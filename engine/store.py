@@ -13,8 +13,9 @@ import errno
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from lowwater.engine.chain import IDLE_KINDS, Chain
 from lowwater.engine.directory import (
@@ -72,6 +73,30 @@ def _spare_after_bytes(segment_bytes: int) -> int:
     return min(SPARE_AFTER_BYTES, segment_bytes // 4)
 
 
+class Batch(NamedTuple):
+    """What is synced at once."""
+
+    pieces: Sequence[Piece]
+    data: bytes
+
+
+def _batch(pieces: Sequence[Piece]) -> Batch:
+    return Batch(pieces, pieces[0].data if len(pieces) == 1 else b"".join([piece.data for piece in pieces]))
+
+
+def _batches(pieces: Sequence[Piece], batch_bytes_max: int) -> list[Batch]:
+    """As few as they fit into."""
+    batches: list[list[Piece]] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece.data)
+        if not batches or size > batch_bytes_max:
+            batches.append([])
+            size = len(piece.data)
+        batches[-1].append(piece)
+    return [_batch(batch) for batch in batches]
+
+
 class CurrentSegment:
     """The segment that is being written."""
 
@@ -106,11 +131,10 @@ class CurrentSegment:
         self.unread.append(data)
         self.unread_bytes += len(data)
 
-    def take_unread(self) -> bytes:
-        data = b"".join(self.unread)
-        self.unread = []
+    def take_unread(self) -> list[bytes]:
+        unread, self.unread = self.unread, []
         self.unread_bytes = 0
-        return data
+        return unread
 
     def publish(self) -> None:
         """What was written is durable now."""
@@ -138,7 +162,10 @@ class SegmentStore:
         self._sync_mode: SyncMode = sync_mode
         self.segments: list[Segment] = recovered.segments
         self.current: CurrentSegment | None = None
-        self.sync_s = self.synced_at_s = 0.0  # what the last write and sync took, and when it ended
+        # What the last write took with all its syncs, and when it ended.
+        self.sync_s = self.synced_at_s = 0.0
+        # Called when a segment has its footer; by a background step, or by who waits for one.
+        self.on_sealed: Callable[[], None] = lambda: None
         # From how many durable bytes of the current segment on there is something to do in the background.
         self._housekeeping_from_bytes = 0
         self._job: Generator[None, None, None] | None = None
@@ -209,48 +236,56 @@ class SegmentStore:
 
     # ------------------------------------------------------------------ writing (the leader)
 
-    def write(self, pieces: Sequence[Piece]) -> bytes:
-        """Write the pieces of one segment and sync them. Returns the bytes of their frames."""
-        data = pieces[0].data if len(pieces) == 1 else b"".join([piece.data for piece in pieces])
+    def write(self, pieces: Sequence[Piece], batch_bytes_max: int) -> list[Batch]:
+        """Write the pieces of one segment and sync them, as many batches as it takes, each synced before the
+        next."""
+        batches = _batches(pieces, batch_bytes_max)
+        size = sum([len(batch.data) for batch in batches])
         first = pieces[0]
         current = self.current
         if current is None:
+            assert len(batches) == 1, "the first batch of a segment goes with its header"
             assert first.starts_segment is not None
             current = self._begin(first.starts_segment, first.seq_first)
             head = current.header.encode()
             current.hasher.add(head)
             current.body_bytes = HEADER_BYTES
             assert first.offset == HEADER_BYTES, "a piece was cut for another place"
-            if HEADER_BYTES + len(data) > current.zeroed_bytes:
-                self._zero_ahead(current, HEADER_BYTES + len(data))
+            if HEADER_BYTES + size > current.zeroed_bytes:
+                self._zero_ahead(current, HEADER_BYTES + size)
             BEFORE_WRITE()
             sync_started_s = self._clock.monotonic()
-            write_all(current.file, 0, [head, data], self._sync_mode)
-            current.time_first_us = _time_of(data)
+            write_all(current.file, 0, [head, batches[0].data], self._sync_mode)
+            current.time_first_us = _time_of(batches[0].data)
         else:
             assert first.offset == current.body_bytes, "a piece was cut for another place"
-            if current.body_bytes + len(data) > current.zeroed_bytes:
-                self._zero_ahead(current, current.body_bytes + len(data))
+            if current.body_bytes + size > current.zeroed_bytes:
+                self._zero_ahead(current, current.body_bytes + size)
             BEFORE_WRITE()
             sync_started_s = self._clock.monotonic()
-            write_all(current.file, current.body_bytes, [data], self._sync_mode)
+            if len(batches) == 1:
+                write_all(current.file, current.body_bytes, [batches[0].data], self._sync_mode)
+            else:
+                parts = [batch.data for batch in batches]
+                current.file.write_each(current.body_bytes, parts, self._sync_mode)
         self.synced_at_s = self._clock.monotonic()
         self.sync_s = self.synced_at_s - sync_started_s
         AFTER_SYNC()
-        current.body_bytes += len(data)
+        current.body_bytes += size
         for piece in pieces:
             current.positions.extend(piece.positions)
             current.has_news = current.has_news or piece.has_news
         current.seq_last = pieces[-1].seq_last
         current.time_last_us = pieces[-1].time_us
-        return data
+        return batches
 
-    def publish(self, data: bytes) -> None:
-        """Let readers see `data`, which `write` wrote. Called with the lock held."""
+    def publish(self, batches: Sequence[Batch]) -> None:
+        """Let readers see what `write` wrote. Called with the lock held."""
         current = self.current
         assert current is not None
         current.publish()
-        current.keep_unread(data)
+        for batch in batches:
+            current.keep_unread(batch.data)
         if self._sync_mode != "none":
             self._note_synced(current)
 
@@ -387,9 +422,10 @@ class SegmentStore:
                 if current is None or current.unread_bytes < least_bytes:
                     return False
                 builder = current.builder
-                data = current.take_unread()
+                unread = current.take_unread()
                 if builder is not None:
                     positions = current.positions[builder.frame_count : current.durable_frames]
+            data = b"".join(unread)  # megabytes, for which no writer waits
             current.hasher.add(data)
             if builder is not None:
                 builder.read(data, positions[0], positions)
@@ -443,6 +479,7 @@ class SegmentStore:
             segment.positions = segment.block_hashes = segment.builder = None
         self._files.sync_directory(self._directory)
         AFTER_SEAL()
+        self.on_sealed()
 
     def _prepare_spare(self, size: int) -> Generator[None, None, None]:
         """Zeros for the next segment. A disk that has no room for them may still have room for entries."""

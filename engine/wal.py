@@ -6,7 +6,8 @@ Always true:
   - at any time at most one thread leads: it alone takes batches, writes and syncs. Whoever appends and finds
     no leader leads; a leader whose own append is done hands the lead to the next waiter. Nobody runs a
     caller's code (the callback of a future) while leading;
-  - one batch is unsynced at a time, and no batch exceeds `format.BATCH_BYTES_MAX`;
+  - one batch is unsynced at a time, and no batch exceeds `format.BATCH_BYTES_MAX`. Several may go to the disk
+    in one call: each begins after the sync of the one before it;
   - nobody is told "durable", and no reader sees a frame, before the sync that covers it has returned;
   - after any failure of a write or a sync the log is poisoned: every waiter and every later append gets the
     error, reads go on, and nothing is written any more. Whether the last batch survives is decided by the
@@ -31,12 +32,12 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import Chain
-from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.directory import CURRENT, LOCK, typed_errors
 from lowwater.engine.pieces import Piece, cut
 from lowwater.engine.recover import inspect_directory
 from lowwater.engine.ring import Chunk, Ring
 from lowwater.engine.seams import Clock, File, Files, Runner, SyncMode
-from lowwater.engine.store import SegmentStore
+from lowwater.engine.store import Batch, SegmentStore
 from lowwater.engine.tickets import (
     AppendFuture,
     RoomWaiter,
@@ -57,9 +58,14 @@ from lowwater.errors import (
     LogPoisoned,
     LowwaterError,
     OutOfOrderSeq,
+    OutOfSpace,
 )
 from lowwater.metrics import LogMetrics
 
+# What goes to the disk in one call, when more waits than one batch may hold: who waits for the first of these
+# batches waits for all.
+RUN_BATCHES = 16
+RUN_BYTES_MAX = 2**19
 # What an append costs in memory besides its frames.
 APPEND_OVERHEAD_BYTES = 600
 
@@ -149,6 +155,8 @@ class Wal:
         self._lost_unheard = False
         self._room_waiters: list[RoomWaiter] = []
         self.ring = Ring(options.ring_bytes_max, options.ring_frames_max)
+        # Of all frames that were ever queued here.
+        self.ordered_bytes = 0
 
         with typed_errors(directory, "make the log directory"):
             try:
@@ -229,14 +237,16 @@ class Wal:
             raise
         return ticket.seq_last
 
-    def order(self, build: Build, *, timeout_s: float | None = None) -> tuple[Ticket, list[Piece]]:
+    def order(
+        self, build: Build, *, timeout_s: float | None = None, alike: bool = False
+    ) -> tuple[Ticket, list[Piece]]:
         """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
-        until then nobody need be writing them."""
+        until then nobody need be writing them. `alike` is for `cut`."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
-                pieces = self._enqueue(build, ticket, timeout_s)
+                pieces = self._enqueue(build, ticket, timeout_s, alike=alike)
         except BaseException:
             self._abandon(ticket)
             raise
@@ -383,7 +393,9 @@ class Wal:
         if self._closing or self._ended:
             raise Closed("the log is closed", path=self.directory)
 
-    def _enqueue(self, build: Build, ticket: Ticket | None, timeout_s: float | None) -> list[Piece]:
+    def _enqueue(
+        self, build: Build, ticket: Ticket | None, timeout_s: float | None, *, alike: bool = False
+    ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
         while True:
@@ -403,7 +415,12 @@ class Wal:
                 seq_first = self._chain.seq_last + 1
                 seqs = range(seq_first, seq_first + len(payloads))
             pieces, chain = cut(
-                self._chain, seqs, payloads, sizes, batch_bytes_max=self.options.batch_bytes_max
+                self._chain,
+                seqs,
+                payloads,
+                sizes,
+                batch_bytes_max=self.options.batch_bytes_max,
+                alike=alike,
             )
             size = sum([len(piece.data) for piece in pieces]) + APPEND_OVERHEAD_BYTES
             if not self._queued_bytes or self._queued_bytes + size <= self.options.queue_bytes_max:
@@ -419,6 +436,7 @@ class Wal:
         # Last and in this order: Ctrl-C comes after a call returns, and must find all of it done or nothing.
         self._chain = chain
         self._queued_bytes += size
+        self.ordered_bytes += size
         self._queue.extend(pieces)
         return pieces
 
@@ -529,9 +547,9 @@ class Wal:
                 ticket.leads = True
             while True:
                 with self.lock:
-                    batch = self._take_batch()
-                if batch:
-                    self._write_batch(batch, resolved)
+                    run = self._take_run(alone=ticket is not None)
+                if run:
+                    self._write_run(run, resolved)
                 if ticket is None or ticket.done:
                     break
             with self.lock:
@@ -565,47 +583,54 @@ class Wal:
             self._leading = False
             self._writer.wake()
 
-    def _take_batch(self) -> list[Piece]:
+    def _take_run(self, *, alone: bool) -> list[Piece]:
+        """One batch; where nobody waits for just that, perhaps several, of one segment that has begun."""
         # Ctrl-C comes after a call returns, and must find each piece in one of the two, or in both.
-        batch = self._in_flight = []
+        run = self._in_flight = []
         size = 0
         queue = self._queue
+        size_max = self.options.batch_bytes_max
+        if not alone and queue and queue[0].starts_segment is None:
+            size_max = max(size_max, min(RUN_BATCHES * size_max, RUN_BYTES_MAX))
         while queue:
             piece = queue[0]
             size += len(piece.data)
-            if batch and size > self.options.batch_bytes_max:
+            if run and size > size_max:
                 break
-            batch.append(piece)
+            run.append(piece)
             queue.popleft()
             if piece.ends_segment:
                 break
-        return batch
+        return run
 
-    def _write_batch(self, batch: list[Piece], resolved: list[Ticket]) -> None:
+    def _write_run(self, run: list[Piece], resolved: list[Ticket]) -> None:
         tickets: list[Ticket] = []
         frame_count = append_count = 0
-        for piece in batch:
+        for piece in run:
             frame_count += piece.frame_count
             if piece.completes:
                 append_count += piece.frame_count > 0
                 if piece.owner is not None:
                     tickets.append(piece.owner)
-        data = b""
+        size = 0
+        batches: list[Batch] = []
         if frame_count:
             # What a sync waits behind has no frames.
-            pieces = [piece for piece in batch if piece.frame_count] if len(batch) > 1 else batch
+            pieces = [piece for piece in run if piece.frame_count] if len(run) > 1 else run
             last = pieces[-1]
-            data = self.store.write(pieces)
+            batches = self.store.write(pieces, self.options.batch_bytes_max)
+            size = sum([len(batch.data) for batch in batches])
         with self.lock:
             if frame_count:
-                self.store.publish(data)
+                self.store.publish(batches)
                 self.durable_seq = last.seq_last
                 self.durable_time_us = last.time_us
-                chunk = Chunk(pieces[0].seq_before, last.seq_last, data, 0, len(data), True)
-                self.ring.append(chunk, frame_count)
+                for parts, data in batches:
+                    chunk = Chunk(parts[0].seq_before, parts[-1].seq_last, data, 0, len(data), True)
+                    self.ring.append(chunk, sum([piece.frame_count for piece in parts]))
                 if self.followers:
                     self.durable_changed.notify_all()
-            self._queued_bytes -= len(data) + APPEND_OVERHEAD_BYTES * append_count
+            self._queued_bytes -= size + APPEND_OVERHEAD_BYTES * append_count
             assert self._queued_bytes >= 0
             self._in_flight = []
             self._settling = tickets
@@ -620,7 +645,7 @@ class Wal:
         metrics = self._metrics
         if metrics is not None:
             store = self.store
-            metrics.batch_written(frame_count, len(data), store.sync_s)
+            metrics.batches_written(len(batches), frame_count, size, store.sync_s)
             synced_at_s = store.synced_at_s
             metrics.appends_durable([synced_at_s - ticket.started_s for ticket in tickets])
             metrics.rotations += last.ends_segment
@@ -637,10 +662,11 @@ class Wal:
         batch: it may be inside a write, and nobody may take the file away before it has come back.
         """
         failure: LowwaterError
-        if isinstance(cause, LowwaterError):
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(cause, LowwaterError) and not isinstance(cause, DiskFull):
             failure = cause
-        elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            failure = DiskFull("the disk is full: the log refuses writes", path=self.directory)
+        elif is_full or isinstance(cause, DiskFull):
+            failure = OutOfSpace("the disk is full: the log refuses writes", path=self.directory)
         else:
             failure = LogPoisoned(f"a write to the log failed: {cause}", path=self.directory)
         failure.__cause__ = cause if failure is not cause else None
@@ -759,7 +785,7 @@ def lock_directory(files: Files, directory: str, owner: str) -> File:
     path = f"{directory}/{LOCK}"
     with typed_errors(path, "lock the log directory"):
         try:
-            return files.lock(path, owner)
+            lock = files.lock(path, owner)
         except BlockingIOError as error:
             file = files.open(path)
             holder = file.read_at(0, 256).decode(errors="replace").strip()
@@ -768,6 +794,12 @@ def lock_directory(files: Files, directory: str, owner: str) -> File:
                 f"this log is open already: {holder}" if holder else "this log is open already",
                 path=directory,
             ) from error
+        try:
+            files.settle(f"{directory}/{CURRENT}")
+        except BaseException:
+            lock.close()
+            raise
+        return lock
 
 
 def _empty_piece(chain: Chain) -> Piece:

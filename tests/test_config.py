@@ -172,7 +172,7 @@ def test_a_section_that_is_a_value_is_refused(source: object) -> None:
 def test_an_empty_section_is_fine_when_it_is_known() -> None:
     """A file with everything commented out is a file with the defaults."""
     assert Config.load({"wal": {}, "storage_engine": {}}) == Config()
-    assert "shipping" in refused({"shipping": {}}).message
+    assert "shopping" in refused({"shopping": {}}).message
 
 
 @pytest.mark.parametrize(
@@ -353,11 +353,13 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
     for key, default in documented.items():
         section, name = key.split(".")
         actual = getattr(getattr(Config(), section), name)
-        if isinstance(actual, float):
+        if isinstance(actual, tuple):
+            assert (default, actual) == ("none", ()), key
+        elif isinstance(actual, float):
             assert parse_seconds(default) == actual, key
         elif name.endswith("_ms"):
             assert parse_milliseconds(default) == actual, key
-        elif isinstance(actual, int):
+        elif isinstance(actual, int) and not isinstance(actual, bool):
             assert parse_bytes(default) == actual, key
         else:
             assert default == str(actual).lower(), key
@@ -366,10 +368,63 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
 def test_the_documentation_lists_each_other_spelling() -> None:
     """A spelling that nobody can find is of no use."""
     text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.findall(r"^\| (`\w+\.\w+`.*) \| `((?:wal|tier)\.\w+)` \|$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`\w+\.\w+`.*) \| `((?:wal|tier|shipping|retention)\.\w+)` \|$", text, re.MULTILINE
+    )
     documented = {spelling: key for left, key in rows for spelling in re.findall(r"`(\w+\.\w+)`", left)}
     assert documented.pop(CACHE_CAPACITY) in KEYS
     assert documented == SPELLINGS
+
+
+def test_the_reference_plans_keys_of_shipping_are_understood() -> None:
+    """All of them, each with the unit that its name ends with."""
+    config = Config.load(
+        {
+            "storage_engine": {
+                "shipping_interval_secs": 20,
+                "shipping_batch_size": 50,
+                "s3_compression": "none",
+                "s3_bucket": "b",
+                "s3_prefix": "p/q",
+                "s3_regions": ["s3://c/p", "s3://d/p"],
+                "s3_replication_mode": "sync",
+            },
+            "uploader": {"max_batch_bytes": "2 MiB", "stream_chunk_size": 8388608, "concurrent_parts": 2},
+            "deleter": {
+                "check_interval_minutes": 5,
+                "retention_time_minutes": 1440,
+                "retention_size_mb": 10240,
+            },
+        }
+    )
+    assert config.tier.store_uri() == "s3://b/p/q"
+    assert config.tier.regions == ("s3://c/p", "s3://d/p")
+    assert (config.tier.replication, config.wal.compression) == ("sync", "none")
+    assert (config.shipping.interval_s, config.shipping.batch_segments_max) == (20.0, 50)
+    assert config.shipping.batch_bytes_max == 2**21
+    assert config.retention == Config().retention
+    assert Config.load({"deleter": {"retention_time_minutes": "2 h"}}).retention.age_max_s == 7200
+    assert Config.load({"uploader": {"interval_seconds": 3}}).shipping.interval_s == 3.0
+    assert Config.load({"tier": {"uri": "s3://a/b", "regions": "s3://c, s3://d"}}).tier.regions == (
+        "s3://c",
+        "s3://d",
+    )
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        {"prefix": "p"},
+        {"bucket": "b", "uri": "s3://x"},
+        {"bucket": "b", "kind": "s3", "root": "x"},
+        {"regions": ["s3://x"]},
+        {"uri": "s3://x", "regions": [5]},
+        {"uri": "s3://x", "replication": "sometimes"},
+    ],
+)
+def test_a_tier_that_contradicts_itself_is_refused(tier: dict[str, object]) -> None:
+    """Nobody could tell where the history is."""
+    refused({"tier": tier})
 
 
 def test_a_store_has_options_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

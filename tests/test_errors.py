@@ -111,7 +111,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_an_expected_error_is_a_line_a_hint_and_an_exit_code() -> None:
     """A traceback says nothing to an operator."""
     result = run(raising(DiskFull("no room", path="wal")))
-    assert result.exit_code == 74
+    assert result.exit_code == 75
     assert result.stdout == ""
     assert result.stderr == f"error: no room (path wal)\nhint: {DiskFull.default_hint}\n"
 
@@ -125,7 +125,7 @@ def test_an_expected_error_is_json_under_json() -> None:
     """Whoever reads the results by program reads the errors so too."""
     error = DiskFull("no room", path="wal", seq=3)
     result = run(raising(error), "do", "--json")
-    assert result.exit_code == 74
+    assert result.exit_code == 75
     assert json.loads(result.stderr) == error.as_dict()
 
 

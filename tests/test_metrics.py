@@ -83,7 +83,7 @@ def test_a_group_commit_moves_what_it_touches() -> None:
     """The writer reports once for each batch, not once for each entry."""
     registry = CollectorRegistry()
     metrics = LogMetrics(registry)
-    metrics.batch_written(3, 400, 0.5)
+    metrics.batches_written(2, 3, 400, 0.5)
     metrics.appends_durable([0.5, 0.75])
     samples = scraped(registry)
     assert samples["lowwater_wal_frames_written_total"] == 3

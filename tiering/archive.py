@@ -166,13 +166,7 @@ class Archive:
         """The entries whose manifests are missing, in order: each gets its own. Raises Fenced where the
         newest one is not of this log."""
         newest = self._require_past(catalogue, NO_HASH)
-        if newest is None:
-            return catalogue.seqs_after(0)
-        place = newest.epoch, newest.seq
-        # Who was restored goes on below the parent's last entries, which its log has lost: the epoch decides.
-        forks = (fork.recorded_seq for fork in catalogue.forks if fork.epoch > newest.epoch)
-        seqs = catalogue.seqs_after(min(newest.seq, next(forks, newest.seq)))
-        return [seq for seq in seqs if (catalogue.epoch_at(seq), seq) > place]
+        return catalogue.seqs_after(0 if newest is None else seq_published(catalogue, newest))
 
     def require_epoch(self, epoch: int) -> None:
         """Raise Fenced where somebody has claimed a higher epoch. What was read back before counts, where
@@ -250,6 +244,13 @@ class Archive:
         data = self.store.read(name)
         require_hash(data, found.hash, "claim")
         return decode_epoch(data)
+
+
+def seq_published(catalogue: Catalogue, newest: Manifest) -> int:
+    """The entry up to which all of this log's have their manifests, where `newest` is of its past. A log that
+    was restored has lost its parent's last entries, and goes on below them: all after its fork are its own."""
+    forks = (fork.recorded_seq for fork in catalogue.forks if fork.epoch > newest.epoch)
+    return min(newest.seq, next(forks, newest.seq))
 
 
 def _hash_of(manifest: Manifest | None) -> bytes:

@@ -65,7 +65,7 @@ class FolderStore(Handle):
         with self._translated(""):
             self._open(make=make and not read_only)
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
         path = f"{self._directory}/{name}"
         parent = path.rpartition("/")[0]

@@ -47,7 +47,7 @@ class MemoryStore(Handle):
         super().__init__(uri, read_only=read_only)
         self.objects = MemoryObjects() if objects is None else objects
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
         if name in self.objects.data:
             return False

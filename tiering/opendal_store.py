@@ -90,10 +90,10 @@ class OpenDalStore(Handle):
         """Whether the server itself keeps a name that is taken."""
         self._probe()
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
         parts = counted(parts, size, at(self.uri, name))
-        streamed = size > self._limits.part_bytes
+        streamed = size is None or size > self._limits.part_bytes
         # A stream that comes for nothing costs more than a look.
         if (streamed or not self.refuses_to_overwrite) and self._is_there(name):
             return False

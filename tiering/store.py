@@ -37,8 +37,9 @@ class Store(Protocol):
     uri: str
     """What to call it in messages: no secret is in it."""
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
-        """Make the object of these bytes, `size` in all. True when this call made it, False when there was
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        """Make the object of these bytes, `size` in all; None where it is not known before, and the object
+        may be too large for memory. True when this call made it, False when there was
         one of that name, which is kept; a call that was repeated below may find its own and say False."""
         ...
 
@@ -128,13 +129,13 @@ class Handle:
             raise Closed(f"{self.uri} was closed")
 
 
-def counted(parts: Iterable[Part], size: int, where: str) -> Iterator[Part]:
-    """The parts, which must come to `size`: else the object must not appear."""
+def counted(parts: Iterable[Part], size: int | None, where: str) -> Iterator[Part]:
+    """The parts, which must come to `size`, where it is known: else the object must not appear."""
     total = 0
     for part in parts:
         total += len(part)
         yield part
-    if total != size:
+    if size is not None and total != size:
         raise InvalidEntry(
             f"{total} bytes came for an object of {size}",
             path=where,

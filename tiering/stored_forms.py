@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from lowwater.engine.compress import block_decompressor, decompress_block, read_table
-from lowwater.engine.seams import SyncMode
-from lowwater.errors import Corrupt, InternalError
+from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 
 
@@ -51,18 +50,6 @@ class _StoredFile:
 
     def size(self) -> int:
         return self._size
-
-    def close(self) -> None:
-        pass
-
-    def write_at(self, offset: int, buffers: object, sync: SyncMode = "none") -> int:
-        raise InternalError("a stored segment is not written")
-
-    def sync(self, mode: SyncMode) -> None:
-        raise InternalError("a stored segment is not written")
-
-    def truncate(self, size: int) -> None:
-        raise InternalError("a stored segment is not written")
 
 
 class CompressedForm:

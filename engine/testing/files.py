@@ -113,6 +113,42 @@ class FilesConformance:
         write_all(file, 7, buffers)
         assert file.read_at(7, 20_000) == b"".join(buffers)
 
+    @pytest.mark.parametrize("mode", get_args(SyncMode))
+    def test_parts_that_are_written_each_lie_one_behind_the_other(self, place: Place, mode: SyncMode) -> None:
+        """Many or few, small or larger than what one call takes: a log is the batches in their order."""
+        files, directory = place
+        file = files.open(f"{directory}/a", create=True)
+        held = bytearray()
+        for sizes in ((5,), (4096, 4096), (1, 4095, 8192, 3), [700] * 50, (400_000,) * 4, (2_000_000, 9), ()):
+            parts = [bytes([97 + number % 26]) * size for number, size in enumerate(sizes)]
+            file.write_each(len(held), parts, mode)
+            held += b"".join(parts)
+            assert file.size() == len(held)
+            assert file.read_at(0, len(held)) == held
+        write_all(file, len(held), [b"the plain way"], mode)
+        file.write_each(len(held) + 13, [b"and", b"each"], mode)
+        assert file.read_at(len(held), 100) == b"the plain wayandeach"
+
+    def test_write_each_is_refused_where_writes_are(self, place: Place) -> None:
+        """To handles for reading, and to closed ones."""
+        files, directory = place
+        file = files.open(f"{directory}/a", create=True)
+        file.write_each(0, [b"ke", b"pt"], "fdatasync")
+        reader = files.open(f"{directory}/a")
+        file.close()
+        for refusing in (file, reader):
+            with pytest.raises(OSError, match="Errno"):
+                refusing.write_each(0, [b"lo", b"st"], "fdatasync")
+        assert reader.read_at(0, 10) == b"kept"
+
+    def test_what_nobody_writes_is_settled(self, place: Place) -> None:
+        """Opening a log waits for what a killed process has left behind, and for nothing else."""
+        files, directory = place
+        files.settle(f"{directory}/a")
+        files.open(f"{directory}/a", create=True).close()
+        files.settle(f"{directory}/a")
+        assert files.list(directory) == ["a"]
+
     def test_truncate_cuts_and_extends_with_zeros(self, place: Place) -> None:
         """What was cut off must not come back when the file grows again."""
         files, directory = place
@@ -260,6 +296,13 @@ class FilesConformance:
         assert files.list(f"{directory}/x/y") == ["a"]
         with pytest.raises(FileExistsError):
             files.make_directory(f"{directory}/x/y/a")
+
+    def test_there_is_room_where_a_directory_is(self, place: Place) -> None:
+        """Writes are refused before the disk is full, by what this says."""
+        files, directory = place
+        assert files.room(directory) > 0
+        with pytest.raises(FileNotFoundError):
+            files.room(f"{directory}/missing")
 
     def test_a_lock_excludes_others_until_it_is_closed(self, place: Place) -> None:
         """Two writers in one directory would destroy the log."""

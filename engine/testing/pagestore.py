@@ -58,6 +58,7 @@ class PageStoreConformance:
         pages.write([(b"a", b"2"), (b"d", b"2")], [b"b", b"missing"], {b"x": b"2", b"y": None, b"no": None})
         assert pages.get_many([b"a", b"b", b"c", b"d"]) == [b"2", None, b"1", b"2"]
         assert list(pages.page_keys()) == [b"a", b"c", b"d"]
+        assert list(pages.page_sizes()) == [(b"a", 1), (b"c", 1), (b"d", 1)]
         assert pages.read_meta() == {b"x": b"2", b"z": b"1"}
         pages.close()
 

@@ -18,7 +18,6 @@ from lowwater.engine.check import Finding
 from lowwater.engine.checkpoints import CheckpointRow, read_checkpoint
 from lowwater.engine.database import Database
 from lowwater.engine.decide import Refusal
-from lowwater.engine.engine import Engine
 from lowwater.engine.entries import (
     Abort,
     Begin,
@@ -33,13 +32,14 @@ from lowwater.engine.entries import (
 )
 from lowwater.engine.keeping import Snapshot
 from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.opening import open_embedded as open
 from lowwater.engine.orchestrator import Orchestrator, Outcome, StorageEngine
 from lowwater.engine.records import Head, Marks, Object, Page
 from lowwater.engine.session import Session
 from lowwater.engine.sessions import RequestId
 from lowwater.engine.transactions import Savepoint, Transaction
 from lowwater.tiering.checking import check
+from lowwater.tiering.opening import Engine
+from lowwater.tiering.opening import open_directory as open
 
 __version__ = version("lowwater")
 

@@ -79,6 +79,19 @@ def parse_seconds(value: object) -> float | None:
     return _parse(value, MILLISECONDS_PER_UNIT, "s", "10 min") / 1000
 
 
+def parse_some_seconds(value: object) -> float:
+    """`"5 min"` is 300, a plain number is seconds."""
+    return _parse(value, MILLISECONDS_PER_UNIT, "s", "10 s") / 1000
+
+
+def _uris(value: object) -> object:
+    """A list, or a text with commas between."""
+    found = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) and each for each in found):
+        raise ValueError('must be a list of URIs, or a text such as "s3://one/prefix, s3://two/prefix"')
+    return tuple(found)
+
+
 def parse_count(value: object) -> int:
     return _parse(value, {"messages": 1}, "messages", "1024")
 
@@ -116,6 +129,7 @@ def _option(value: object) -> object:
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
 OptionalByteSize = Annotated[int | None, BeforeValidator(parse_optional_bytes)]
 Milliseconds = Annotated[int, BeforeValidator(parse_milliseconds)]
+Seconds = Annotated[float, BeforeValidator(parse_some_seconds)]
 OptionalSeconds = Annotated[float | None, BeforeValidator(parse_seconds)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Count = Annotated[int, BeforeValidator(parse_count)]
@@ -156,6 +170,8 @@ class EngineConfig(BaseModel):
     checkpoint_interval_s: OptionalSeconds = Field(default=300.0, gt=0)
     checkpoint_entry_interval_s: OptionalSeconds = Field(default=None, gt=0)
     checkpoint_entry_bytes: OptionalByteSize = Field(default=None, ge=MIB)
+    merge_worker: bool = True
+    disk_reserve_bytes: ByteSize = 64 * MIB
 
 
 class VersionsConfig(BaseModel):
@@ -177,7 +193,12 @@ class TierConfig(BaseModel):
     uri: str | None = Field(default=None, repr=False, min_length=1)
     kind: Literal["file", "shared_fs", "memory", "s3", "gcs", "azblob"] | None = None
     root: str | None = Field(default=None, min_length=1)
+    bucket: str | None = Field(default=None, min_length=1)
+    prefix: str | None = None
     options: dict[str, OptionText] = Field(default={}, repr=False)
+    regions: Annotated[tuple[str, ...], BeforeValidator(_uris)] = Field(default=(), repr=False)
+    replication: Literal["async", "sync"] = "async"
+    cache_bytes_max: ByteSize = Field(default=GIB, ge=16 * MIB)
     timeout_ms: Milliseconds = Field(default=30_000, ge=100, le=3_600_000)
     attempts_max: Count = Field(default=5, ge=1, le=100)
     requests_max: Count = Field(default=32, ge=1, le=10_000)
@@ -190,13 +211,46 @@ class TierConfig(BaseModel):
             raise ValueError("kind and root stand together, as s3 and bucket/prefix")
         if self.uri is not None and self.kind is not None:
             raise ValueError("uri says what kind and root say: keep one of the two")
-        if self.options and self.uri is None and self.kind is None:
+        if self.prefix is not None and self.bucket is None:
+            raise ValueError("prefix says where in a bucket: set bucket too")
+        if self.bucket is not None and (self.uri is not None or self.kind is not None):
+            raise ValueError("bucket says where, and so does another key: keep one of the two")
+        if self.options and self.store_uri() is None:
             raise ValueError("there are options, and no uri that they are for")
+        return self
+
+    @model_validator(mode="after")
+    def _regions_beside_the_first(self) -> Self:
+        if self.regions and self.store_uri() is None:
+            raise ValueError("regions are copies of the store that uri names, and there is no uri")
         return self
 
     def store_uri(self) -> str | None:
         """None where nothing is to be shipped."""
+        if self.bucket is not None:
+            return f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
         return self.uri if self.kind is None else f"{self.kind}://{self.root}"
+
+
+class ShippingConfig(BaseModel):
+    """How it is brought there. Each attribute has the name of its key in `[shipping]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    interval_s: Seconds = Field(default=10.0, gt=0, le=86_400)
+    batch_segments_max: Count = Field(default=100, ge=1, le=100_000)
+    batch_bytes_max: ByteSize = Field(default=GIB, ge=MIB)
+    uploads_at_once: Count = Field(default=4, ge=1, le=64)
+
+
+class RetentionConfig(BaseModel):
+    """When what was shipped leaves the local disk. Each attribute is named as its key in `[retention]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    check_interval_s: Seconds = Field(default=300.0, gt=0, le=86_400)
+    age_max_s: OptionalSeconds = Field(default=86_400.0, ge=0, le=10**10)
+    bytes_max: OptionalByteSize = 10 * GIB
 
 
 class Config(BaseSettings):
@@ -208,6 +262,8 @@ class Config(BaseSettings):
     engine: EngineConfig = EngineConfig()
     versions: VersionsConfig = VersionsConfig()
     tier: TierConfig = TierConfig()
+    shipping: ShippingConfig = ShippingConfig()
+    retention: RetentionConfig = RetentionConfig()
 
     @classmethod
     def load(
@@ -259,16 +315,38 @@ SPELLINGS = {
         ("sync_mode", "sync_mode"),
         ("compression", "compression"),
     )
-} | {"uploader.stream_chunk_size": "tier.part_bytes", "uploader.concurrent_parts": "tier.parts_at_once"}
+} | {
+    "uploader.interval_seconds": "shipping.interval_s",
+    "uploader.stream_chunk_size": "tier.part_bytes",
+    "uploader.concurrent_parts": "tier.parts_at_once",
+    "uploader.max_batch_bytes": "shipping.batch_bytes_max",
+    "storage_engine.shipping_interval_secs": "shipping.interval_s",
+    "storage_engine.shipping_batch_size": "shipping.batch_segments_max",
+    "storage_engine.s3_compression": "wal.compression",
+    "storage_engine.s3_bucket": "tier.bucket",
+    "storage_engine.s3_prefix": "tier.prefix",
+    "storage_engine.s3_regions": "tier.regions",
+    "storage_engine.s3_replication_mode": "tier.replication",
+    "deleter.check_interval_minutes": "retention.check_interval_s",
+    "deleter.retention_time_minutes": "retention.age_max_s",
+    "deleter.retention_size_mb": "retention.bytes_max",
+}
+# What a plain number counts where another spelling ends with its unit.
+UNITS = {"_minutes": "min", "_mb": "MiB"}
 CACHE_CAPACITY = "wal.cache_capacity"
 # What a store takes beside its URI has names of its own below this one.
 OPTIONS = "tier.options"
-SECTIONS = ("engine", "storage_engine", "tier", OPTIONS, "uploader", "versions", "wal")
+SECTIONS = (
+    *("deleter", "engine", "retention", "shipping", "storage_engine", "tier"),
+    *(OPTIONS, "uploader", "versions", "wal"),
+)
 KEYS = [
     *(f"wal.{name}" for name in WalConfig.model_fields),
     *(f"engine.{name}" for name in EngineConfig.model_fields),
     *(f"versions.{name}" for name in VersionsConfig.model_fields),
     *(f"tier.{name}" for name in TierConfig.model_fields if name != "options"),
+    *(f"shipping.{name}" for name in ShippingConfig.model_fields),
+    *(f"retention.{name}" for name in RetentionConfig.model_fields),
 ]
 
 
@@ -315,6 +393,9 @@ def _layer(
                 f"unknown key {spell(key)}", path=path, hint=f"the nearest known key is {nearest}"
             )
         value = _substituted(written, spell(key), path) if substitute else written
+        unit = next((unit for end, unit in UNITS.items() if key in SPELLINGS and key.endswith(end)), None)
+        if unit is not None and re.fullmatch(r"[\d.]+", str(value).strip()):
+            value = f"{value} {unit}"
         setting = Setting(value, spell(key), written, path)
         canonical = _cache_key(value) if key == CACHE_CAPACITY else SPELLINGS.get(key, key)
         other = layer.setdefault(canonical, setting)

@@ -4,6 +4,7 @@
     ├── RetryError               try again: nothing is wrong with the request or the data
     │   ├── Busy                     a queue stayed full for longer than the caller would wait
     │   ├── Conflict                 somebody else has written first: run the transaction again
+    │   ├── DiskFull                 no room is left for this: nothing was written
     │   ├── Deadlock                 a transaction was chosen to end a deadlock: start it again
     │   ├── LockTimeout              a lock was not free in time: nothing was done
     │   ├── StoreUnavailable         the object store did not answer, or not in time: it may have happened
@@ -37,7 +38,7 @@
     │   ├── DiskFailed               the file system answered with an error
     │   ├── Fenced                   somebody else goes on with this log: nothing here counts any more
     │   ├── LogPoisoned              a write or a sync failed: durability can no longer be promised
-    │   │   └── DiskFull             ... because there was no room
+    │   │   └── OutOfSpace           ... because there was no room
     │   └── Closed                   this handle was closed
     └── InternalError            a bug in Lowwater: please report it
 
@@ -102,6 +103,12 @@ class Busy(RetryError):
 
 class Conflict(RetryError):
     default_hint = "run the transaction again: it will see what the other one has written"
+
+
+class DiskFull(RetryError):
+    default_hint = (
+        "free some space and try again: nothing was written, and nothing that was acknowledged is lost"
+    )
 
 
 class Deadlock(RetryError):
@@ -251,7 +258,7 @@ class LogPoisoned(ReopenError):
     default_hint = "writes are refused, reads go on: deal with the cause, then close and open the log again"
 
 
-class DiskFull(LogPoisoned):
+class OutOfSpace(LogPoisoned):
     default_hint = "free some space, then close and open the log again: nothing that was acknowledged is lost"
 
 

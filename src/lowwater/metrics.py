@@ -44,9 +44,9 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.sum += seconds * times
 
     def family(self, name: str, documentation: str) -> Metric:
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
@@ -92,11 +92,11 @@ class LogMetrics(Collector):
         self._cache_bytes = cache_bytes
         self._queue_bytes = queue_bytes
 
-    def batch_written(self, frames: int, size: int, seconds: float) -> None:
-        """One group commit."""
+    def batches_written(self, count: int, frames: int, size: int, seconds: float) -> None:
+        """Group commits that went to the disk in one call."""
         self.frames_written += frames
         self.bytes_written += size
-        self.commit_duration.observe(seconds)
+        self.commit_duration.observe(seconds / count, count)
 
     def appends_durable(self, latencies_s: Sequence[float]) -> None:
         """The appends that one group commit made durable, and how long each had waited."""
@@ -153,6 +153,8 @@ ENGINE_COUNTERS = {
     "lowwater_pages_brought_bytes_total": "What was read for that.",
     "lowwater_pages_brought_failures_total": "Such reads that failed.",
     "lowwater_flush_groups_total": "Transactions of the page store.",
+    "lowwater_merge_worker_pages_total": "Pages that the process for it made.",
+    "lowwater_merge_worker_failures_total": "Times that it did not answer, and the engine did it by itself.",
     "lowwater_recovery_frames_total": "Frames that opening applied again.",
     "lowwater_transactions_begun_total": "Transactions begun.",
     "lowwater_transactions_committed_total": "Transactions that took effect, or had nothing to write.",
@@ -279,6 +281,94 @@ class ColdMetrics(Collector):
             counted = self._readings[name]() if name in self._readings else self._counts[name]
             yield CounterMetricFamily(name.removesuffix("_total"), documentation, value=counted)
         for name, documentation in COLD_GAUGES.items():
+            yield GaugeMetricFamily(name, documentation, value=self._readings[name]())
+
+    # The registry compares names through this, and refuses a second one.
+    describe = collect
+
+
+# Of what ships to the object store, and purges: what each is called and what it says.
+TIER_DURATIONS = {
+    "lowwater_uploader_cycle_duration_seconds": "One look at what there is to ship, and what it led to.",
+    "lowwater_metadata_put_latency_seconds": "Publishing a manifest, and reading it back.",
+}
+TIER_COUNTERS = {
+    "storage_s3_shipped_segments_total": "Segments that this process has brought into the store.",
+    "storage_s3_shipping_errors_total": "Attempts that failed, for whatever reason.",
+    "lowwater_uploader_errors_total": "The same.",
+    "lowwater_uploader_bytes_uploaded_total": "Bytes of segments given to the store, in all regions.",
+    "lowwater_uploader_objects_created_total": "Objects of segments that were not there before.",
+    "lowwater_metadata_descriptor_writes_total": "Manifests published.",
+    "lowwater_retention_purged_segments_total": "Segments removed from the local disk.",
+    "lowwater_retention_purged_bytes_total": "Their bytes.",
+}
+TIER_GAUGES = {
+    "storage_s3_shipping_lag_bytes": "Bytes of log that are not in the store and recorded yet.",
+    "storage_s3_shipping_lag_seconds": "How old the oldest entry of them is; 0 where there is none.",
+    "lowwater_uploader_memory_bytes": "Parts that are being uploaded now.",
+    "lowwater_shipping_alarm": "1 where something has to be repaired before shipping goes on.",
+    "lowwater_shipping_failures": "Attempts that failed since the last one that did not.",
+    "lowwater_disk_left_bytes": "What may be written before writes are refused.",
+}
+# Sizes of parts.
+CHUNK_BOUNDS_BYTES = tuple(float(2**power) for power in range(12, 31, 2))
+
+
+class TierMetrics(Collector):
+    """What shipping measures. Several threads upload: the counting is done under a lock."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._lock = Lock()
+        self._durations = {name: Histogram(DURATION_BOUNDS_SECONDS) for name in TIER_DURATIONS}
+        self._chunks = Histogram(CHUNK_BOUNDS_BYTES)
+        self._counts = dict.fromkeys(TIER_COUNTERS, 0)
+        self._readings: dict[str, Gauge] = dict.fromkeys(TIER_GAUGES, _nothing)
+        if registry is not None:
+            registry.register(self)
+
+    def watch(self, readings: Mapping[str, Gauge]) -> None:
+        """Where to read the gauges, at each scrape."""
+        assert readings.keys() == TIER_GAUGES.keys()
+        self._readings = dict(readings)
+
+    def cycled(self, seconds: float) -> None:
+        with self._lock:
+            self._durations["lowwater_uploader_cycle_duration_seconds"].observe(seconds)
+
+    def published(self, seconds: float) -> None:
+        """A manifest."""
+        with self._lock:
+            self._durations["lowwater_metadata_put_latency_seconds"].observe(seconds)
+            self._counts["lowwater_metadata_descriptor_writes_total"] += 1
+
+    def passed(self, size: int) -> None:
+        """A part went out."""
+        with self._lock:
+            self._chunks.observe(size)
+            self._counts["lowwater_uploader_bytes_uploaded_total"] += size
+
+    def uploaded(self, *, made: bool) -> None:
+        with self._lock:
+            self._counts["storage_s3_shipped_segments_total"] += 1
+            self._counts["lowwater_uploader_objects_created_total"] += made
+
+    def failed(self) -> None:
+        with self._lock:
+            self._counts["storage_s3_shipping_errors_total"] += 1
+            self._counts["lowwater_uploader_errors_total"] += 1
+
+    def purged(self, segments: int, size: int) -> None:
+        with self._lock:
+            self._counts["lowwater_retention_purged_segments_total"] += segments
+            self._counts["lowwater_retention_purged_bytes_total"] += size
+
+    def collect(self) -> Iterator[Metric]:
+        for name, documentation in TIER_DURATIONS.items():
+            yield self._durations[name].family(name, documentation)
+        yield self._chunks.family("lowwater_uploader_chunk_bytes", "Sizes of the parts that went out.")
+        for name, documentation in TIER_COUNTERS.items():
+            yield CounterMetricFamily(name.removesuffix("_total"), documentation, value=self._counts[name])
+        for name, documentation in TIER_GAUGES.items():
             yield GaugeMetricFamily(name, documentation, value=self._readings[name]())
 
     # The registry compares names through this, and refuses a second one.

@@ -93,7 +93,7 @@ def test_a_scan_that_is_cancelled_in_its_thread_ends_as_cancelled(tmp_path: Path
             await db.put_many("b", [(f"{number:04}", b"x") for number in range(2000)])
             scan = db.scan("b")
             await anext(scan)
-            rows = scan.ag_frame.f_locals["found"]
+            rows = scan.ag_frame.f_locals["found"]._lists
 
             async def drain(rows: AsyncIterator[Object]) -> None:
                 async for _ in rows:

@@ -25,6 +25,8 @@ from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.opening import open_with
+from lowwater.engine.ranges import Layout, Range
+from lowwater.engine.records import make_record
 from lowwater.engine.references import (
     Reference,
     decode_reference,
@@ -391,6 +393,26 @@ def test_a_flush_goes_on_with_all_pages_that_are_here(db: Database, archive: Arc
     assert not db._flusher._brought
     check = list(db.check())
     assert check == []
+
+
+def test_changes_that_wait_are_as_if_they_had_never_been_set_aside() -> None:
+    """All versions of a key, in their order, whatever was written while the group was flushed."""
+    records = [make_record(seq, Put("b", "k", b"%d" % seq).encode(0)) for seq in range(1, 5)]
+    place = Range(b"\0", Layout([], []))
+    place.dirty, place.older, place.rec_seq = {b"k": records[1], b"gone": records[0]}, {b"k": [records[0]]}, 1
+    place.odd.add(b"k")
+    place.freeze()
+    place.dirty, place.older, place.rec_seq = {b"k": records[3]}, {b"k": [records[2]]}, 3
+    assert place.records_of(b"k") == records[::-1]
+    place.thaw([b"k"])
+    assert place.records_of(b"k") == records[::-1]
+    assert place.records_of(b"gone") == []
+    assert (place.rec_seq, place.frozen, place.odd, place.has_news) == (1, None, {b"k"}, False)
+    place.freeze()
+    place.thaw([b"k"])
+    assert place.records_of(b"k") == records[::-1]
+    place.dirty[b"new"] = records[0]
+    assert place.has_news
 
 
 def test_metrics_say_what_left_what_came_and_what_is_waited_for(db: Database, archive: Archive) -> None:

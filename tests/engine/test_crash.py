@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import pkgutil
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -13,13 +14,14 @@ from functools import cache
 import pytest
 
 from lowwater import engine
-from lowwater.chaos.disk import SimulatedCrash
+from lowwater.chaos.disk import Fault, FaultyFile, SimulatedCrash
 from lowwater.chaos.survival import Survival
-from lowwater.chaos.workload import SCRIPT_OPTIONS, Machine, script
+from lowwater.chaos.workload import RUNS_OPTIONS, SCRIPT_OPTIONS, Machine, script, script_of_runs
 from lowwater.engine import failpoints, recover
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.log import LogOptions
 from lowwater.engine.seams import SyncMode
+from lowwater.errors import LowwaterError
 
 # Each mode with a seed; a `random` power loss has several outcomes worth looking at.
 Loss = tuple[Survival, int]
@@ -171,6 +173,69 @@ def test_without_syncing_a_power_loss_takes_nothing_of_sealed_segments_and_clean
             machine.oracle.promised = machine.synced_seq()
             with on_failure(f"after a crash at operation {number}, {loss=}"):
                 lose_and_recover(machine, loss, number)
+
+
+# ---------------------------------------------------------------------------- runs of batches
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parts each call had that wrote several."""
+    counts: list[int] = []
+    write_each = FaultyFile.write_each
+
+    def counting(file: FaultyFile, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
+        counts.append(len(parts))
+        write_each(file, offset, parts, sync)
+
+    monkeypatch.setattr(FaultyFile, "write_each", counting)
+    return counts
+
+
+def run_of_batches(sync_mode: SyncMode) -> Machine:
+    return Machine(replace(RUNS_OPTIONS, sync_mode=sync_mode))
+
+
+@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("sync_mode", ["fsync", "fdatasync"])
+def test_a_crash_within_a_run_of_batches_takes_back_no_promise(
+    sync_mode: SyncMode, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch begins after the sync of the one before it, also where nobody looks in between: a crash leaves
+    whole batches and a torn one, and never a batch behind a torn one, which would be corruption."""
+    # Recovery sees the difference where it reckons with the largest batch of this script, and not of 32 MiB.
+    monkeypatch.setattr(recover, "_TORN_BYTES_MAX", 1400)
+    runs = count_runs(monkeypatch)
+    machine = run_of_batches(sync_mode)
+    script_of_runs(machine)
+    assert max(runs) > 5
+    for number in range(1 + chunk, machine.files.operations + 1, 4):
+        for loss in LOSSES[:3] + LOSSES[-3:]:
+            machine = run_of_batches(sync_mode)
+            machine.files.crash_at(number, after=bool(loss[1] & 1))
+            with pytest.raises(SimulatedCrash):
+                script_of_runs(machine)
+            with on_failure(f"after a crash at operation {number}, {loss=}"):
+                lose_and_recover(machine, loss, number)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_an_error_within_a_run_of_batches_fails_all_that_waited(error: int) -> None:
+    """Those before it are durable, and nobody was told so: after an error the next opening decides."""
+    script_of_runs(counted := run_of_batches("fsync"))
+    failed = 0
+    for number in range(1, counted.files.operations + 1):
+        machine = run_of_batches("fsync")
+        machine.files.fault = lambda operation, number=number: (
+            Fault(error=error) if operation.number == number and operation.kind in ("write", "sync") else None
+        )
+        try:
+            script_of_runs(machine)
+        except LowwaterError:
+            failed += 1
+        machine.files.fault = None
+        with on_failure(f"after error {error} at operation {number}"):
+            lose_and_recover(machine, ("keep", 0), number)
+    assert failed > 30
 
 
 # ---------------------------------------------------------------------------- failure points

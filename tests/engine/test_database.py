@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import subprocess
@@ -32,7 +33,6 @@ from lowwater.errors import (
     Corrupt,
     DirectoryLocked,
     DirectoryNotWritable,
-    DiskFull,
     InputError,
     InvalidConfig,
     LogPoisoned,
@@ -41,6 +41,7 @@ from lowwater.errors import (
     NotEmpty,
     NotFound,
     OlderVersion,
+    OutOfSpace,
     VersionGone,
 )
 
@@ -279,6 +280,57 @@ def test_every_version_above_the_horizon_can_be_read(path: str) -> None:
             check(db)
             put(db, 10 * life + 9)
             check(db)
+
+
+@pytest.mark.parametrize("leave", ["close", "forget", "end", "break"])
+def test_a_scan_keeps_its_moment_until_it_is_left(db: Database, leave: str) -> None:
+    """Nothing that is read there may go before, and everything may afterwards."""
+    db.put_many("b", [(f"{number:04}", b"old") for number in range(500)])
+    db.flush()
+    scan: Any = db.scan("b")
+    assert next(scan).key == "0000"
+    db.put_many("b", [(f"{number:04}", b"new") for number in range(500)])
+    assert [found.value for found, _ in zip(scan, range(200), strict=False)] == [b"old"] * 200
+    assert db._state.needed_seqs()
+    if leave == "close":
+        scan.close()
+        assert list(scan) == []
+    elif leave == "end":
+        assert {found.value for found in scan} == {b"old"}
+        assert next(scan, None) is None
+    elif leave == "break":
+        for _ in scan:
+            break
+    del scan
+    gc.collect()
+    assert db._state.needed_seqs() == []
+
+
+def test_a_scan_keeps_pages_where_there_is_room_and_takes_nobodys(tmp_path: Path) -> None:
+    """What is scanned again is there; what is read again and again stays, however much is scanned."""
+    path = str(tmp_path / "data")
+    with lowwater.open(path) as db:
+        db.create_bucket("b")
+        db.put_many("b", [(f"{number:05}", b"v" * 200) for number in range(20_000)])
+    with lowwater.open(path) as db:
+        state = db._state
+        assert sum(1 for _ in db.scan("b")) == 20_000
+        read = state.pages_read
+        assert sum(1 for _ in db.scan("b")) == 20_000
+        assert state.pages_read == read
+        assert 0 < state.clean.bytes <= state.clean.bytes_max
+    with lowwater.open(path) as db:
+        state = db._state
+        state.clean.limit(400_000)
+        hot = [f"{number:05}" for number in range(0, 20_000, 2000)]
+        for key in hot:
+            state.newest(state.prefixes["b"] + key.encode(), "b", key, 0)
+        assert sum(1 for _ in db.scan("b")) == 20_000
+        assert (state.clean.evictions, state.clean.bytes <= 400_000) == (0, True)
+        read = state.pages_read
+        for key in hot:
+            state.newest(state.prefixes["b"] + key.encode(), "b", key, 0)
+        assert state.pages_read == read
 
 
 def test_a_scan_that_is_not_begun_keeps_nothing(db: Database) -> None:
@@ -792,7 +844,7 @@ def test_a_full_disk_stops_writes_and_not_reads() -> None:
             db.put("b", f"{number}", value)
             written[f"{number}"] = value
 
-    with pytest.raises(DiskFull) as caught:
+    with pytest.raises(OutOfSpace) as caught:
         fill()
     assert "free some space" in caught.value.hint
     assert written
@@ -826,10 +878,10 @@ def test_a_page_store_that_fails_stops_writes_and_not_reads() -> None:
         return Fault(error=errno.ENOSPC) if operation.path == disk.pages.path else None
 
     disk.files.fault = fault
-    with pytest.raises(DiskFull) as caught:
+    with pytest.raises(OutOfSpace) as caught:
         db.flush()
     assert caught.value.hint
-    with pytest.raises(DiskFull):
+    with pytest.raises(OutOfSpace):
         db.put("b", "k", b"2")
     assert db.get("b", "k").value == b"1"
     assert db.get("b", "large").value == bytes(LARGE)

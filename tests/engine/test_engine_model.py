@@ -28,7 +28,7 @@ from tests.engine.transaction_model import Written
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine import flush, pages
+from lowwater.engine import merging, pages
 from lowwater.engine.entries import Delete, Put
 from lowwater.engine.pages import Page
 from lowwater.engine.ranges import Range
@@ -522,7 +522,7 @@ def test_the_model_itself_finds_a_page_that_claims_too_much(monkeypatch: pytest.
             page.seq += 3
         return merged
 
-    monkeypatch.setattr(flush, "merge", claims_more)
+    monkeypatch.setattr(merging, "merge", claims_more)
     with pytest.raises((AssertionError, LowwaterError, pytest.fail.Exception)):
         run_all(range(20), 300)
 

@@ -21,9 +21,9 @@ from lowwater.errors import (
     Corrupt,
     DirectoryNotWritable,
     DiskFailed,
-    DiskFull,
     LogPoisoned,
     LowwaterError,
+    OutOfSpace,
     ReopenError,
 )
 
@@ -98,7 +98,7 @@ def test_an_error_at_any_operation_loses_nothing_that_was_promised(number: int, 
         error = script_until_it_fails(machine)
         if error is not None and isinstance(error, LogPoisoned):
             poisoned += 1
-            assert isinstance(error, DiskFull) == (number == errno.ENOSPC), error
+            assert isinstance(error, OutOfSpace) == (number == errno.ENOSPC), error
         heal_and_recover(machine, mode, at)
     assert poisoned > 50
 
@@ -231,13 +231,13 @@ def test_a_full_disk_poisons_and_room_and_a_reopening_heal() -> None:
             machine.append(machine.put(1000))
             machine.idle(0.1)
 
-    with pytest.raises(DiskFull) as raised:
+    with pytest.raises(OutOfSpace) as raised:
         fill()
     assert raised.value.path == DIRECTORY
     assert raised.value.hint
     check_poisoned(machine.log, machine)
     machine.log.close()
-    with pytest.raises((DiskFull, Closed)):
+    with pytest.raises((OutOfSpace, Closed)):
         machine.log.append(machine.put(1))
     machine.files.free_bytes = 10**7
     machine.recover()

@@ -18,16 +18,24 @@ from lowwater.engine.log import Log, LogOptions
 # "forked <pid>" and, once that one is dead, "dead". Between the two the writer says "<first seq> <key> ..."
 # after each acknowledgement. Lines are shorter than a pipe's atomic write, so they never mix.
 SERVER = """
-import os, random, sys, threading
+import dataclasses, os, random, sys, threading
 from zlib import crc32
 from lowwater.engine import columns
 from lowwater.engine.entries import Put
 from lowwater.engine.log import Log, LogOptions
+from lowwater.engine.real import RealFile, SequentialFile
 
-directory = sys.argv[1]
+directory, mode = sys.argv[1:]
 
 def value_of(key):
     return key.encode() * (crc32(key.encode()) % 97)
+
+runs = []
+for kind in (RealFile, SequentialFile):
+    def write_each(file, offset, parts, sync, original=kind.write_each):
+        runs.append(len(parts))
+        original(file, offset, parts, sync)
+    kind.write_each = write_each
 
 def say(text):
     os.write(1, (text + "\\n").encode())
@@ -50,16 +58,24 @@ def write(log, life, thread, way):
                 log.sync()
         else:
             acknowledge(log.append(*puts))
-        if rng.random() < 0.01:
+        if rng.random() < 0.01 and mode == "mixed":
             log.seal()
+        if serial == 2000 and mode == "runs" and not runs:
+            say("0 nothing-was-written-in-a-run")
 
 def live(life):
     options = LogOptions(
         segment_bytes=131072, block_bytes=8192, queue_bytes_max=65536,
         sync_mode=("fsync", "fdatasync", "none")[life % 3], sync_interval_ms=5 * (life % 2),
     )
-    log = Log.open(directory, options=options)
     ways = ["blocking", "blocking", "group", "future", "memory"]
+    if mode == "runs":
+        # Batches of a few entries, and always many that wait: the writer thread writes several in one call.
+        options = dataclasses.replace(
+            options, sync_mode=("fsync", "fdatasync")[life % 2], sync_interval_ms=0, batch_bytes_max=1500
+        )
+        ways = ["future", "future"]
+    log = Log.open(directory, options=options)
     for number, way in enumerate(ways):
         threading.Thread(target=write, args=(log, life, number, way)).start()
 
@@ -81,8 +97,9 @@ def value_of(key: str) -> bytes:
 class Killer:
     """Lives of a writing process, and what their directory must hold afterwards."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, mode: str = "mixed") -> None:
         self.directory = directory
+        self.mode = mode
         self.rng = random.Random(9)
         self.held: dict[int, str] = {}
         self.acknowledged = 0
@@ -128,7 +145,7 @@ class Killer:
 
     def run(self, kills: int) -> None:
         with subprocess.Popen(
-            [sys.executable, "-c", SERVER, self.directory],
+            [sys.executable, "-c", SERVER, self.directory, self.mode],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -146,3 +163,9 @@ class Killer:
 def test_nothing_acknowledged_is_lost_in_200_kills(tmp_path: Path) -> None:
     """The crash that happens most often: the kernel goes on and the process does not."""
     Killer(str(tmp_path / "log")).run(200)
+
+
+@pytest.mark.slow
+def test_nothing_acknowledged_is_lost_where_batches_are_written_in_runs(tmp_path: Path) -> None:
+    """The kernel does not wait for such writes when it ends a process: who opens the log at once must."""
+    Killer(str(tmp_path / "log"), "runs").run(30)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +16,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import lowwater
+from lowwater.engine import merge_aside, merge_process
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.locks import Owner
 from lowwater.engine.log import LogOptions
+from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.opening import open_with
 from lowwater.errors import Conflict, Corrupt, Deadlock, LockTimeout
-from lowwater.metrics import ENGINE_COUNTERS, ENGINE_DURATIONS, ENGINE_GAUGES, ColdMetrics, text
+from lowwater.metrics import ENGINE_COUNTERS, ENGINE_DURATIONS, ENGINE_GAUGES, ColdMetrics, TierMetrics, text
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -44,7 +48,7 @@ def test_the_table_for_people_lists_what_is_scraped(tmp_path: Path) -> None:
     with lowwater.open(tmp_path / "data") as db:
         metrics = [
             (metric.name + "_total" * (metric.type == "counter"), metric.type, metric.documentation)
-            for metric in (*db.metrics().collect(), *ColdMetrics().collect())
+            for metric in (*db.metrics().collect(), *ColdMetrics().collect(), *TierMetrics().collect())
         ]
     assert table == metrics
 
@@ -116,7 +120,20 @@ def _transact(db: Database) -> None:
     locks.release_all(old)
 
 
-def test_every_metric_of_the_engine_moves(tmp_path: Path) -> None:
+def _merge_aside(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once by another process, once in vain."""
+    monkeypatch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
+    for number in range(2):
+        db.put_many("b", [(f"{each:05}", b"v" * 20) for each in range(5000)])
+        db.flush()
+        monkeypatch.setattr(merge_process, "_BEGIN", "raise SystemExit")
+        merger = db._merger
+        assert isinstance(merger, MergeProcess)
+        if not number and merger.pid is not None:
+            os.kill(merger.pid, signal.SIGKILL)
+
+
+def test_every_metric_of_the_engine_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is declared and never moves misleads."""
     moved: set[str] = set()
 
@@ -153,6 +170,8 @@ def test_every_metric_of_the_engine_moves(tmp_path: Path) -> None:
             + samples["lowwater_pool_clean_bytes"]
             + samples["lowwater_pool_objects_bytes"]
         )
+        _merge_aside(db, monkeypatch)
+        samples = look(db)
         before = samples["lowwater_pages_deleted_total"]
         for number in range(2000):
             db.delete("b", f"{number:05}")
@@ -160,7 +179,7 @@ def test_every_metric_of_the_engine_moves(tmp_path: Path) -> None:
         db.flush()
         samples = look(db)
         assert samples["lowwater_pages_deleted_total"] > before
-        assert samples["storage_checkpoint_creation_duration_seconds_count"] == 1
+        assert samples["storage_checkpoint_creation_duration_seconds_count"] == 3
         assert samples["lowwater_redo_lag_seqs"] == 0
         assert samples["lowwater_dirty_age_seconds"] == 0
         assert samples["lowwater_flush_duration_seconds_count"] == samples["lowwater_flush_groups_total"]

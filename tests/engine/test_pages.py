@@ -94,9 +94,11 @@ def test_the_header_of_the_document_is_what_the_code_packs() -> None:
 
 def test_a_change_of_any_number_in_the_header_table_is_noticed() -> None:
     """A checker that has never failed proves nothing."""
-    for offset, size, kind, name, _why in table("Page header", text()):
+    # References begin as pages do.
+    document = text().partition("## References")[0]
+    for offset, size, kind, name, _why in table("Page header", document):
         row = f"| {offset} | {size} | {kind} |{name and f' {name}'} |"
-        assert text().count(row) == 1
+        assert document.count(row) == 1
         for change in (
             (int(offset) + 1, size, kind, name),
             (offset, int(size) + 1, kind, name),
@@ -104,7 +106,7 @@ def test_a_change_of_any_number_in_the_header_table_is_noticed() -> None:
             (offset, size, kind, name + "x"),
         ):
             with pytest.raises(AssertionError):
-                check_header_table(text().replace(row, f"| {' | '.join(map(str, change))} |"))
+                check_header_table(document.replace(row, f"| {' | '.join(map(str, change))} |"))
 
 
 def test_flags_and_limits_of_the_document_are_those_of_the_code() -> None:
@@ -261,6 +263,9 @@ def test_a_page_comes_back_as_it_was(rows: Rows, seq: int, key: bytes) -> None:
         index = wanted.index(one) if one in wanted else -1
         cold = decode_page(data, key)
         assert [each.find(one) for each in (cold, cold, cold, page, make_page(rows))] == [index] * 5
+        newest = page.row(index) if index >= 0 else None
+        again = decode_page(data, key)
+        assert [each.newest(one) for each in (again, again, again, make_page(rows))] == [newest] * 4
         if index >= 0:
             assert cold.versions(index) == wanted.count(one)
     for one, seq, *_ in rows:
@@ -294,6 +299,39 @@ def test_bounds_and_plain_rows_are_those_of_the_keys(
             [1 + at for at in inside],
             [20 + at for at in inside],
         ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 600])
+@pytest.mark.parametrize(("name_bytes", "value_bytes"), [(9, 100), (9, 0), (9, 5000), (700, 1), (None, None)])
+def test_rows_of_one_size_are_those_of_the_columns(
+    count: int, name_bytes: int | None, value_bytes: int | None
+) -> None:
+    """They are cut all at once where all to the last have one size, wherever the rows begin and end."""
+    rng = random.Random(count)
+
+    def rows(odd: int) -> Rows:
+        """Row `odd` is of another size."""
+        made = []
+        for at in range(count):
+            name_size = rng.randint(8, 12) if name_bytes is None else name_bytes + (at == odd)
+            value_size = rng.randint(0, 9) if value_bytes is None else value_bytes + (at == odd)
+            name = b"%06d" % at + b"n" * (name_size - 6)
+            made.append((encode_key(b"bucket", name), at, 9, 0, b"", rng.randbytes(value_size)))
+        return made
+
+    for odd in {-1, 0, count // 2, count - 1}:
+        columns = make_page(rows(odd))
+        page = decode_page(encode_page(columns, b""), b"")
+        for _ in range(10):
+            start, stop = sorted(rng.choices(range(count + 1), k=2))
+            for first, last in ((start, stop), (0, stop), (start, count), (0, count)):
+                found = page.plain_rows(first, last, 7)
+                assert [list(each) for each in found] == [
+                    [key[7:].decode() for key in columns.keys[first:last]],
+                    columns.values[first:last],
+                    columns.seqs[first:last].tolist(),
+                    columns.times[first:last].tolist(),
+                ]
 
 
 def test_a_key_of_many_versions_is_stored_once() -> None:

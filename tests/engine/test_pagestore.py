@@ -30,12 +30,12 @@ from lowwater.errors import (
     DirectoryLocked,
     DirectoryNotWritable,
     DiskFailed,
-    DiskFull,
     LogPoisoned,
     LowwaterError,
     NewerVersion,
     NotFound,
     NotLowwater,
+    OutOfSpace,
 )
 
 as_root = os.geteuid() == 0
@@ -153,7 +153,7 @@ def test_a_failed_write_of_the_stand_in_is_the_last_one(landing: int | None) -> 
     pages = MemoryPages(FaultyFiles(fault=fault))
     pages.write([(b"a", b"1")], [], {})
     for _ in range(2):
-        with pytest.raises(DiskFull):
+        with pytest.raises(OutOfSpace):
             pages.write([(b"a", b"2")], [], {})
         assert pages.get(b"a") == b"1"
     pages.close()
@@ -330,7 +330,7 @@ def test_a_store_that_reached_its_limit_can_be_read_and_used(tmp_path: Path) -> 
     pages = LmdbPages.open(str(tmp_path / "pages"), map_bytes=2**20, map_bytes_max=2 * 2**20)
     pages.write([(b"a", b"1"), (b"big", bytes(2**19))], [], {b"n": b"1"})
     for _ in range(2):
-        with pytest.raises(DiskFull, match="limit") as caught:
+        with pytest.raises(OutOfSpace, match="limit") as caught:
             pages.write([(b"a", b"2"), (b"huge", bytes(4 * 2**20))], [], {b"n": b"2"})
         assert "raise it" in caught.value.hint
         assert pages.get(b"a") == b"1"
@@ -446,7 +446,7 @@ def writes_to(device: str, flags: int, descriptor: int) -> Iterator[None]:
 @pytest.mark.parametrize("which", ["data", "root"])
 @pytest.mark.parametrize(
     ("device", "flags", "error"),
-    [("/dev/full", os.O_RDWR, DiskFull), ("/dev/zero", os.O_RDONLY, LogPoisoned)],
+    [("/dev/full", os.O_RDWR, OutOfSpace), ("/dev/zero", os.O_RDONLY, LogPoisoned)],
 )
 def test_a_failed_write_is_the_last_one_and_reads_go_on(
     tmp_path: Path, which: str, device: str, flags: int, error: type[LowwaterError]

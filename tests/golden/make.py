@@ -72,6 +72,8 @@ class _Task:
 class _Runner:
     """Nothing runs in the background: appending and closing do it all."""
 
+    has_processes = False
+
     def start(self, name: str, step: Step) -> _Task:
         return _Task()
 

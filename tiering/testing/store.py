@@ -56,6 +56,16 @@ class StoreConformance:
         yield store
         store.close()
 
+    def test_an_object_whose_size_is_not_known_before_is_streamed(self, place: Place) -> None:
+        """What is compressed on the way knows its size at the end."""
+        store = place()
+        parts = [bytes([number]) * 5_000_000 for number in range(5)]
+        assert store.write("a/unknown", iter(parts), size=None)
+        assert store.stat("a/unknown") == Found("a/unknown", 25_000_000)
+        assert store.read("a/unknown") == b"".join(parts)
+        assert not store.write("a/unknown", iter(parts), size=None)
+        store.close()
+
     def test_what_was_written_is_read(self, store: Store) -> None:
         """By its name, with its size, and by whoever opens the place."""
         assert put(store, "wal/1/segment", b"0123456789") is True

@@ -1,0 +1,85 @@
+"""Room on the disk: writes are refused while there is still some, so that nothing ever fails for want of it.
+
+Always true:
+  - what is kept back is for what must go on: recovery, the pages of changes that are in memory, checkpoints,
+    and the control entries without which nothing could be shipped and purged;
+  - a refusal has no effect and poisons nothing. Whoever tries again when there is room, succeeds;
+  - the file system is asked before what was written since it was asked last can have taken more than a
+    part of what was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lowwater.engine.directory import typed_errors
+from lowwater.engine.seams import Clock, Files
+from lowwater.errors import DiskFull
+
+# The file system is asked again after so many bytes, or a part of what is left, and after so long: others
+# write to it too.
+ASK_AFTER_BYTES = 64 * 2**20
+ASK_AFTER_PARTS = 4
+ASK_AFTER_S = 1.0
+# Retention begins to make room when so much is left, in reserves.
+TIGHT_RESERVES = 2
+
+
+class Space:
+    """`written` counts the bytes of log so far, `owed` is what changes in memory will take once they are in
+    pages, `on_full` is called when writes are refused."""
+
+    def __init__(
+        self,
+        files: Files,
+        directories: Sequence[str],
+        *,
+        reserve_bytes: int,
+        clock: Clock,
+        written: Callable[[], int],
+        owed: Callable[[], int],
+        on_full: Callable[[], None],
+    ) -> None:
+        self._files = files
+        self._directories = directories
+        self._reserve_bytes = reserve_bytes
+        self._clock = clock
+        self._written = written
+        self._owed = owed
+        self._on_full = on_full
+        self._ask_at_bytes = 0
+        self._ask_at_s = 0.0
+
+    def left_bytes(self) -> int:
+        """What may be written before writes are refused; below 0, what is missing until they go on."""
+        room = min(self._room(directory) for directory in self._directories)
+        return room - self._reserve_bytes - self._owed()
+
+    def _room(self, directory: str) -> int:
+        with typed_errors(directory, "ask how much room there is"):
+            return self._files.room(directory)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it is time to make room."""
+        return bool(self._reserve_bytes) and self.left_bytes() < (TIGHT_RESERVES - 1) * self._reserve_bytes
+
+    def require(self) -> None:
+        """Before a write that may not use the reserve. Raises DiskFull."""
+        if not self._reserve_bytes:
+            return
+        written = self._written()
+        if written < self._ask_at_bytes and self._clock.monotonic() < self._ask_at_s:
+            return
+        left_bytes = self.left_bytes()
+        if left_bytes <= 0:
+            self._ask_at_bytes = 0
+            self._on_full()
+            raise DiskFull(
+                f"the disk is full but for {self._reserve_bytes:,} bytes that are kept back",
+                path=self._directories[0],
+                hint=f"free {-left_bytes + 1:,} bytes, or wait until shipped segments were purged: nothing "
+                "was written, and writes go on by themselves",
+            )
+        self._ask_at_bytes = written + min(ASK_AFTER_BYTES, left_bytes // ASK_AFTER_PARTS)
+        self._ask_at_s = self._clock.monotonic() + ASK_AFTER_S

@@ -1,0 +1,74 @@
+"""What an engine knows of its object store: whoever ships there, as far as a caller can see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+# `waiting`: the store was not reached yet. `working`: there is something to ship, and it is being shipped.
+# `idle`: all that is complete is there. `failing`: it is tried again. `stopped`: somebody has to act.
+ShippingState = Literal["waiting", "working", "idle", "failing", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What shipping cannot pass: it is never stepped over."""
+
+    what: str
+    where: str | None
+    seq: int | None
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegionStatus:
+    """One object store: how far its manifests are. `counts` says whether the marks wait for it."""
+
+    uri: str
+    hwm: int
+    counts: bool
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippingStatus:
+    state: ShippingState
+    uri: str
+    epoch: int
+    """Under which this node ships; 0 while it has not claimed one."""
+    hwm: int
+    counted_hwm: int
+    lag_bytes: int
+    lag_seconds: float
+    error: str | None
+    failures: int
+    """In a row."""
+    retry_in_s: float | None
+    alarm: Alarm | None
+    regions: tuple[RegionStatus, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        from dataclasses import asdict
+
+        return asdict(self)
+
+
+class Tier(Protocol):
+    def ship(self, timeout_s: float | None) -> int:
+        """Return once what is durable now is shipped, and its marks count: the high-water mark."""
+        ...
+
+    def status(self) -> ShippingStatus: ...
+
+    def make_room(self) -> None:
+        """The disk is full: purge what can be, soon."""
+        ...
+
+    def stop(self) -> None:
+        """Return once nothing of it runs any more."""
+        ...
+
+    def close(self) -> None:
+        """After the engine was closed."""
+        ...

@@ -1,0 +1,274 @@
+"""tiering/opening.py: `lowwater.open` and `lowwater.Engine` with a tier, on real files and with threads."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.tiering.shipping import FedMachine
+from tests.tiering.test_shipper import values_in
+
+import lowwater
+from lowwater.chaos.store import FaultyStore
+from lowwater.errors import Busy, InputError, InvalidConfig, LowwaterError, StoreUnavailable, TimedOut
+from lowwater.metrics import TIER_COUNTERS, TIER_DURATIONS, TIER_GAUGES
+from lowwater.tiering.folder_store import FolderStore
+from lowwater.tiering.memory_store import MemoryObjects
+
+
+def server_of(folder: Path) -> FaultyStore:
+    """What is in a folder, for the helpers."""
+    store = FolderStore(str(folder))
+    objects = MemoryObjects()
+    for found in store.list():
+        objects.add(found.name, store.read(found.name))
+    return FaultyStore(objects=objects)
+
+
+def test_a_user_ships_to_a_folder_and_purges(tmp_path: Path) -> None:
+    """The whole of it, by the public names."""
+    archive = tmp_path / "archive"
+    config = {
+        "wal": {"rotate_max_bytes": "64 KiB"},
+        "retention": {"age_max_s": "0 s", "check_interval_s": "100 ms"},
+    }
+    with lowwater.open(tmp_path / "db", tier=f"file://{archive}", config=config) as db:
+        db.create_bucket("b")
+        written = {f"{n}": random.Random(n).randbytes(2000) for n in range(200)}
+        for key, value in written.items():
+            db.put("b", key, value)
+        hwm = db.ship(timeout=60)
+        assert hwm == db.marks().hwm > 200
+        assert db.shipping().as_dict()["state"] in ("idle", "working")
+        db.flush()
+        for _ in range(600):
+            if db.marks().purged > 100:
+                break
+            threading.Event().wait(0.1)
+        assert db.marks().purged > 100
+        assert {found.key: found.value for found in db.scan("b")} == written
+        assert next(iter(db.log())).seq == 1
+        assert list(db.check()) == []
+    from tests.tiering.shipping import archived
+
+    assert values_in(archived(server_of(archive))[1]) == written
+
+
+def test_every_metric_of_shipping_moves(tmp_path: Path) -> None:
+    """One that is declared and never shown misleads."""
+    registry = CollectorRegistry()
+    config = {
+        "wal": {"rotate_max_bytes": "64 KiB"},
+        "retention": {"age_max_s": "0 s", "check_interval_s": "50 ms"},
+        "shipping": {"interval_s": "200 ms"},
+    }
+    archive = tmp_path / "archive"
+    seen: dict[str, set[float]] = {}
+
+    def look() -> None:
+        for family in registry.collect():
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    seen.setdefault(sample.name, set()).add(sample.value)
+
+    with lowwater.open(tmp_path / "db", tier=f"file://{archive}", config=config, registry=registry) as db:
+        db.create_bucket("b")
+        look()
+        for number in range(100):
+            db.put("b", f"{number}", bytes(3000))
+            look()
+        uploading = True
+
+        def watch() -> None:
+            while uploading:
+                look()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        db.ship(timeout=60)
+        db.flush()
+        db.put("b", "more", random.Random(1).randbytes(200_000))
+        db.ship(timeout=60)
+        for _ in range(300):
+            if registry.get_sample_value("lowwater_retention_purged_bytes_total"):
+                break
+            threading.Event().wait(0.1)
+        archive.rename(tmp_path / "away")
+        (tmp_path / "archive").write_bytes(b"in the way")
+        db.put("b", "again", b"")
+        with pytest.raises(LowwaterError):
+            db.ship(timeout=1)
+        look()
+        uploading = False
+        thread.join()
+    names = {*TIER_COUNTERS, *TIER_GAUGES, "lowwater_uploader_chunk_bytes_count"}
+    names |= {f"{name}_count" for name in TIER_DURATIONS}
+    names -= {"lowwater_shipping_alarm"}  # tests/tiering/test_shipper.py has one
+    assert {name for name in names if len(seen[name]) < 2} == set()
+
+
+def test_a_bad_tier_is_refused_before_a_directory_is_made(tmp_path: Path) -> None:
+    """With what to write instead."""
+    for bad in ("nonsense://x", "s3://", "", 5):
+        with pytest.raises(LowwaterError) as caught:
+            lowwater.open(tmp_path / "db", tier=bad)  # type: ignore[arg-type]
+        assert isinstance(caught.value, InputError)
+        assert caught.value.hint
+    assert not (tmp_path / "db").exists()
+
+
+def test_a_prefix_of_another_database_is_refused(tmp_path: Path) -> None:
+    """Two clusters in one place would each take the other's objects for its own."""
+    tier = f"file://{tmp_path}/archive"
+    with lowwater.open(tmp_path / "one", tier=tier) as db:
+        db.create_bucket("b")
+        db.ship()
+    with pytest.raises(lowwater.errors.OtherCluster):
+        lowwater.open(tmp_path / "two", tier=tier)
+
+
+def test_an_endpoint_that_does_not_answer_holds_up_no_database_that_has_shipped(tmp_path: Path) -> None:
+    """Its history is in its log; the store is asked in the background."""
+    with lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/archive") as db:
+        db.create_bucket("b")
+        db.ship()
+    options = "access_key_id=x&secret_access_key=very-secret&region=us-east-1"
+    config = {"tier": {"timeout_ms": 100, "attempts_max": 1}}
+    with lowwater.open(
+        tmp_path / "db", tier=f"s3://bucket/prefix?endpoint=http://127.0.0.1:1&{options}", config=config
+    ) as db:
+        db.put("b", "k", b"v")
+        with pytest.raises((StoreUnavailable, TimedOut, Busy)) as caught:
+            db.ship(timeout=1)
+        assert "very-secret" not in str(caught.value)
+        assert "very-secret" not in str(db.shipping())
+        assert db.get("b", "k").value == b"v"
+
+
+def test_the_tier_can_stand_in_the_configuration(tmp_path: Path) -> None:
+    """Also in the reference plan's words."""
+    with lowwater.open(tmp_path / "db", config={"tier": {"uri": f"file://{tmp_path}/archive"}}) as db:
+        db.create_bucket("b")
+        assert db.ship() > 0
+    assert (tmp_path / "archive" / "cluster.cbor").exists()
+    with pytest.raises(InvalidConfig):
+        lowwater.open(tmp_path / "db", config={"tier": {"regions": ["file:///x"]}})
+
+
+def test_a_registry_serves_one_database_after_the_other(tmp_path: Path) -> None:
+    """As without a tier."""
+    registry = CollectorRegistry()
+    for _ in range(2):
+        with lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/archive", registry=registry) as db:
+            assert db.metrics() is registry
+            assert registry.get_sample_value("storage_s3_shipping_lag_seconds") is not None
+    assert list(registry.collect()) == []
+
+
+def test_a_directory_without_a_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    """Where none is to be made."""
+    with pytest.raises(lowwater.errors.NotFound):
+        lowwater.open(tmp_path / "none", tier=f"file://{tmp_path}/archive", create=False)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_fed_engine_needs_somebody_who_orders(tmp_path: Path) -> None:
+    """What was shipped is recorded in its log."""
+    with pytest.raises(InputError, match="orders entries"):
+        lowwater.Engine(tmp_path / "db", tier=f"file://{tmp_path}/archive")
+    engine = lowwater.Engine(tmp_path / "db")
+    engine.close()
+
+
+def test_a_fed_engine_ships_and_says_how_far() -> None:
+    """By the name that the reference plan has for it."""
+    machine = FedMachine()
+    engine = machine.open()
+    machine.order.engines.append(engine)
+    machine.order.deliver(engine)
+    assert engine.get_s3_high_water_mark() == 0
+    machine.order.order(lowwater.CreateBucket("b"))
+    assert engine.ship(timeout=30) == engine.get_s3_high_water_mark() >= 2
+    assert not any(name.startswith("epochs/") for name in machine.server.objects.data)
+    engine.close()
+
+
+def test_writers_and_many_who_ship_at_once(tmp_path: Path) -> None:
+    """Threads of all kinds; in the end all of it is there."""
+    archive = tmp_path / "archive"
+    config = {"wal": {"rotate_max_bytes": "64 KiB"}, "shipping": {"interval_s": "50 ms"}}
+    errors: list[BaseException] = []
+    with lowwater.open(tmp_path / "db", tier=f"file://{archive}", config=config) as db:
+        db.create_bucket("b")
+
+        def work(number: int) -> None:
+            try:
+                for serial in range(60):
+                    db.put("b", f"{number} {serial}", random.Random(serial).randbytes(1500))
+                    if serial % 20 == number:
+                        assert db.ship(timeout=60) > 0
+            except BaseException as error:  # noqa: BLE001 — told by the test
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        db.ship(timeout=60)
+    from tests.tiering.shipping import archived
+
+    assert len(values_in(archived(server_of(archive))[1])) == 360
+
+
+PROGRAM = """
+import os, random, sys
+import lowwater
+config = {"wal": {"rotate_max_bytes": "64 KiB"}, "shipping": {"interval_s": "20 ms"},
+          "retention": {"age_max_s": "0 s", "check_interval_s": "20 ms"}}
+db = lowwater.open(sys.argv[1], tier="file://" + sys.argv[2], config=config)
+if not db.buckets():
+    db.create_bucket("b")
+rng = random.Random(int(sys.argv[3]))
+for serial in range(10**9):
+    key = f"{sys.argv[3]} {serial}"
+    db.put("b", key, rng.randbytes(1500))
+    os.write(1, (key + "\\n").encode())
+    if serial % 40 == 39:
+        db.ship()
+    if serial % 150 == 149:
+        db.flush()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_is_killed_all_the_time_ships_everything(tmp_path: Path) -> None:
+    """`kill -9` wherever it happens to be: nothing acknowledged is lost, and nothing wrong is left."""
+    rng = random.Random(5)
+    acknowledged: set[str] = set()
+    for number in range(25):
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path / "db"), str(tmp_path / "archive"), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(rng.randrange(1, 250)):
+                acknowledged.add(process.stdout.readline().strip())
+            process.send_signal(signal.SIGKILL)
+            acknowledged |= {line.strip() for line in process.stdout if line.endswith("\n")}
+    acknowledged.discard("")
+    with lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/archive") as db:
+        db.ship(timeout=120)
+        assert list(db.check()) == []
+        assert acknowledged <= {found.key for found in db.scan("b")}
+    from tests.tiering.shipping import archived
+
+    assert acknowledged <= set(values_in(archived(server_of(tmp_path / "archive"))[1]))

@@ -1,0 +1,283 @@
+"""Checkpoints in the archive: whole before the log says so, the same whoever ships them, and pages stand on
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from tests.tiering.lines import Line
+
+from lowwater.engine.catalogue import checkpoint_shipped_entry, segment_shipped_entry
+from lowwater.engine.ckpt import decode_checkpoint, pack_name
+from lowwater.engine.real import RealClock
+from lowwater.errors import Corrupt, StoreCorrupt, StoreUnavailable
+from lowwater.tiering import names
+from lowwater.tiering.blocks import ArchivedBlocks
+from lowwater.tiering.fetcher import Fetcher
+from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
+from lowwater.tiering.ship_checkpoints import CheckpointShipper
+from lowwater.tiering.store import Found, Part
+from lowwater.tiering.verify import ObjectFile, verify_object
+
+
+class StoppingStore(MemoryStore):
+    """Fails at one operation, before or after it takes effect, and at all of them while it is down."""
+
+    def __init__(self, objects: MemoryObjects) -> None:
+        super().__init__("test://archive", objects=objects)
+        self.operations = 0
+        self.stop_at: int | None = None
+        self.after = False
+        self.is_down = False
+
+    def _do(self, effect: Callable[[], Any]) -> Any:
+        self.operations += 1
+        stops = self.is_down or self.operations == self.stop_at
+        if stops and not self.after:
+            raise StoreUnavailable("the store is away", path=self.uri)
+        try:
+            return effect()
+        finally:
+            if stops:
+                raise StoreUnavailable("the store is away", path=self.uri)
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int) -> bool:
+        made: bool = self._do(lambda: MemoryStore.write(self, name, parts, size=size))
+        return made
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        data: bytes = self._do(lambda: MemoryStore.read(self, name, start, end))
+        return data
+
+    def stat(self, name: str) -> Found:
+        found: Found = self._do(lambda: MemoryStore.stat(self, name))
+        return found
+
+
+class Shipping:
+    """A database, its archive, and what ships its checkpoints."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.objects = MemoryObjects()
+        self.line = Line(self.objects, "first", seed=seed)
+        self.store = StoppingStore(self.objects)
+        blocks = ArchivedBlocks(Fetcher(self.store, clock=RealClock()))
+        self.line.machine.archive = blocks  # type: ignore[assignment]
+        self.open()
+
+    def open(self) -> None:
+        self.line.machine.open()
+        self.shipper = CheckpointShipper(self.db, self.store)
+
+    @property
+    def db(self) -> Any:
+        return self.line.db
+
+    def fill(self) -> None:
+        self.db.create_bucket("b")
+        for number in range(120):
+            self.db.put("b", f"k{number:03}", b"%d" % number * (300 if number % 40 == 7 else 3))
+
+    def ship_log(self) -> None:
+        """As the shipper of segments does."""
+        for header, described, data in self.line.segments():
+            if described.last > self.db.catalogue.hwm:
+                self.objects.add(names.segment_name(described), data)
+                entry = segment_shipped_entry(header.seq_before, header.hash_before, described)
+                assert self.db.propose_control(entry) is not None
+
+    def ship(self) -> None:
+        while self.shipper.advance() is not None:
+            pass
+
+    def checkpoint(self) -> int:
+        self.db.checkpoint()
+        seq: int = self.db.checkpoints()[0].seq
+        return seq
+
+    def require_sound(self) -> None:
+        """Every object is what its name says, and of each index all packs are there."""
+        plain = MemoryStore(objects=self.objects)
+        for name in self.objects.data:
+            verify_object(name, ObjectFile(plain, name))
+            if name.startswith(names.CHECKPOINTS):
+                for pack in decode_checkpoint(self.objects.data[name]).packs:
+                    assert names.PACKS + pack_name(pack) in self.objects.data
+
+
+@pytest.fixture
+def shipping() -> Iterator[Shipping]:
+    made = Shipping()
+    made.fill()
+    yield made
+    made.store.is_down = False
+    made.db.close()
+
+
+def test_a_checkpoint_is_shipped_once_its_log_is(shipping: Shipping) -> None:
+    """A restore goes from it to the log's entries behind it."""
+    seq = shipping.checkpoint()
+    shipping.ship()
+    assert not any(name.startswith(("data/", "checkpoints/")) for name in shipping.objects.data)
+    shipping.ship_log()
+    shipping.ship()
+    newest = shipping.db.catalogue.checkpoints.last
+    assert newest.seq == seq
+    assert newest.root.hex() == shipping.db.checkpoints()[0].root
+    assert shipping.objects.data[names.checkpoint_name(newest)]
+    shipping.require_sound()
+    assert shipping.shipper.advance() is None
+
+
+def test_the_next_one_ships_what_is_new(shipping: Shipping) -> None:
+    """Its base is the one that was shipped: blocks of that are not written again."""
+    shipping.checkpoint()
+    shipping.ship_log()
+    shipping.ship()
+    before = dict(shipping.objects.data)
+    shipping.db.put("b", "k050", b"new")
+    seq = shipping.checkpoint()
+    shipping.ship_log()
+    shipping.store.operations = 0
+    shipping.ship()
+    assert shipping.db.catalogue.checkpoint_seq == seq
+    new = {name: data for name, data in shipping.objects.data.items() if name not in before}
+    packs = [len(data) for name, data in new.items() if name.startswith(names.PACKS)]
+    assert len(packs) == 2, "a pack of blocks and one of lists"
+    all_packs = sum(len(data) for name, data in before.items() if name.startswith(names.PACKS))
+    assert sum(packs) < all_packs
+    assert shipping.store.operations <= 12
+    assert {name: shipping.objects.data[name] for name in before} == before
+    shipping.require_sound()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_stop_at_any_operation_leaves_nothing_that_misleads_and_is_gone_on_from(after: bool) -> None:
+    """Of the store, before or after it took effect; a new process goes on. The objects are the same."""
+    expected: dict[str, bytes] | None = None
+    number = 0
+    while True:
+        shipping = Shipping()
+        shipping.fill()
+        shipping.checkpoint()
+        shipping.ship_log()
+        shipping.store.stop_at, shipping.store.after = number or None, after
+        try:
+            shipping.ship()
+        except StoreUnavailable:
+            shipping.require_sound()
+            assert shipping.db.catalogue.checkpoint_seq == 0
+            shipping.db.close()
+            shipping.open()
+            shipping.ship()
+        else:
+            if number:
+                break
+        shipping.require_sound()
+        found = {name: data for name, data in shipping.objects.data.items() if not name.startswith("wal/")}
+        expected = expected or found
+        assert found == expected
+        assert shipping.db.catalogue.checkpoint_seq
+        shipping.db.close()
+        number += 1
+    assert number > 6
+
+
+def test_the_step_tries_again_and_waits_longer(shipping: Shipping) -> None:
+    """The background neither gives up nor spins."""
+    shipping.checkpoint()
+    shipping.ship_log()
+    shipping.store.is_down = True
+    waits = [shipping.shipper.step() for _ in range(9)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    shipping.store.is_down = False
+    while shipping.shipper.step() is not None:
+        pass
+    assert shipping.db.catalogue.checkpoint_seq
+
+
+def test_two_that_ship_the_same_make_the_same(shipping: Shipping) -> None:
+    """Who comes second finds what is there, and records nothing twice."""
+    shipping.checkpoint()
+    shipping.ship_log()
+    other = CheckpointShipper(shipping.db, MemoryStore(objects=shipping.objects))
+    while True:
+        first, second = shipping.shipper.advance(), other.advance()
+        if first is None and second is None:
+            break
+    assert len(shipping.db.catalogue.checkpoints) == 1
+    assert shipping.shipper.packs_written + other.packs_written == sum(
+        name.startswith(names.PACKS) for name in shipping.objects.data
+    )
+    shipping.require_sound()
+
+
+def test_a_pack_that_was_damaged_here_does_not_get_there(shipping: Shipping) -> None:
+    """Its name would promise other bytes, for ever."""
+    shipping.checkpoint()
+    shipping.ship_log()
+    stored = shipping.db.checkpoints()[0]
+    [pack, *_] = stored.index.packs
+    path = f"{stored.packs_directory}/{pack_name(pack)}"
+    file = shipping.line.machine.files.open(path, write=True)
+    good = file.read_at(100, 1)
+    file.write_at(100, [bytes([good[0] ^ 1])])
+    with pytest.raises(Corrupt):
+        shipping.ship()
+    assert not any(name.startswith(("data/", "checkpoints/")) for name in shipping.objects.data)
+    file.write_at(100, [good])
+    file.close()
+    shipping.ship()
+    shipping.require_sound()
+
+
+def test_an_object_of_another_size_is_told_and_nothing_is_recorded(shipping: Shipping) -> None:
+    """Somebody else has written under the name."""
+    shipping.checkpoint()
+    shipping.ship_log()
+    [pack, *_] = shipping.db.checkpoints()[0].index.packs
+    shipping.objects.add(names.pack_object_name(pack), b"something else")
+    with pytest.raises(StoreCorrupt, match="bytes") as caught:
+        shipping.ship()
+    assert caught.value.path == f"test://archive/{names.pack_object_name(pack)}"
+    assert shipping.db.catalogue.checkpoint_seq == 0
+
+
+def test_an_entry_that_is_ahead_of_the_log_in_the_archive_is_refused(shipping: Shipping) -> None:
+    """Whoever proposes it."""
+    shipping.checkpoint()
+    stored = shipping.db.checkpoints()[0]
+    from lowwater.engine.catalogue import describe_checkpoint
+
+    file = stored.open_index()
+    described = describe_checkpoint(file.read_at(0, file.size()))
+    file.close()
+    assert shipping.db.propose_control(checkpoint_shipped_entry(0, described)) is None
+
+
+def test_pages_stand_on_what_was_shipped(shipping: Shipping) -> None:
+    """They leave, are read from the store, and a block that was damaged there is found and named."""
+    shipping.checkpoint()
+    shipping.ship_log()
+    shipping.ship()
+    db = shipping.db
+    root = db.root()
+    assert db.leaving.leave(db.checkpoints()[0]) > 10
+    db.close()
+    shipping.open()
+    db = shipping.db
+    assert db.root() == root
+    assert {each.key: each.value for each in db.scan("b")} == {
+        f"k{number:03}": b"%d" % number * (300 if number % 40 == 7 else 3) for number in range(120)
+    }
+    shipping.store.is_down = True
+    with pytest.raises(StoreUnavailable):
+        list(db.scan("b"))
+    shipping.store.is_down = False
+    for name, data in list(shipping.objects.data.items()):
+        if name.startswith(names.PACKS):
+            shipping.objects.data[name] = bytes(len(data))
+    with pytest.raises(Corrupt, match="block"):
+        list(db.scan("b"))

@@ -1,0 +1,52 @@
+"""A store that is opened by whoever calls it first: opening one asks its server, and a database has to open
+while that is down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from lowwater.errors import Closed
+from lowwater.tiering.store import Found, Part, Store
+
+
+class LateStore:
+    """Always true: one call at a time opens it; one that fails is the error of that call, and of no other."""
+
+    def __init__(self, uri: str, open_it: Callable[[], Store]) -> None:
+        self.uri = uri
+        self._open_it = open_it
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._closed = False
+
+    def _opened(self) -> Store:
+        if self._store is not None:
+            return self._store
+        with self._lock:
+            if self._closed:
+                raise Closed(f"{self.uri} was closed")
+            if self._store is None:
+                self._store = self._open_it()
+            return self._store
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        return self._opened().write(name, parts, size=size)
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._opened().read(name, start, end)
+
+    def stat(self, name: str) -> Found:
+        return self._opened().stat(name)
+
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+        return self._opened().list(prefix, start_after)
+
+    def delete(self, name: str) -> None:
+        self._opened().delete(name)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._store is not None:
+                self._store.close()

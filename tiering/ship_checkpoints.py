@@ -1,0 +1,189 @@
+"""Shipping checkpoints: packs that the store lacks, then the index, then an entry that says so.
+
+Always true:
+  - an index is in the store only when all packs that it names are, and the entry is proposed only when the
+    index is, and when every log entry up to its seq is shipped. So what the log says can be read;
+  - what goes out is hashed on its way, and an object whose bytes are not those of its name never appears;
+  - names and bytes are functions of the log: whoever ships them too ships the same, and what is there is
+    kept;
+  - nothing is remembered: stopped anywhere, it begins again with a look at what is there.
+
+Where the log has recorded one already, only what that one does not name is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from blake3 import blake3
+
+from lowwater.engine.blocks import HASH_BYTES, HINT, hash_of
+from lowwater.engine.catalogue import CheckpointDescriptor, checkpoint_shipped_entry, describe_checkpoint
+from lowwater.engine.checkpoints import StoredCheckpoint
+from lowwater.engine.ckpt import decode_checkpoint
+from lowwater.engine.core import Core
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.seams import File
+from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
+from lowwater.logging import get_logger
+from lowwater.tiering.names import checkpoint_name, pack_object_name
+from lowwater.tiering.store import Store, at, write_verified
+
+_logger = get_logger("shipping")
+
+BEFORE_PACK = Failpoint("ship.before_pack")
+BEFORE_INDEX = Failpoint("ship.before_index")
+BEFORE_ENTRY = Failpoint("ship.before_checkpoint_entry")
+
+PART_BYTES = 2**20
+# How long until an entry is proposed again that somebody else has to order, and how long until what failed
+# is tried again.
+PROPOSE_AGAIN_S = 1.0
+AGAIN_S = 1.0
+AGAIN_S_MAX = 60.0
+
+
+class CheckpointShipper:
+    """Ships the newest checkpoint of an engine, in steps."""
+
+    def __init__(self, core: Core, store: Store) -> None:
+        self._core = core
+        self._store = store
+        self._job: Generator[float, None, None] | None = None
+        self._again_s = AGAIN_S
+        self.shipped = self.packs_written = self.bytes_written = 0
+
+    def step(self) -> float | None:
+        """A `Step` (engine/seams.py): one object, or a look at whether there is something to ship. Whatever
+        is in the way is said in the log, and tried again."""
+        try:
+            wait_s = self.advance()
+        except LowwaterError as error:
+            _logger.warning("a checkpoint was not shipped yet", error=str(error))
+            wait_s, self._again_s = self._again_s, min(2 * self._again_s, AGAIN_S_MAX)
+            return wait_s
+        self._again_s = AGAIN_S
+        return wait_s
+
+    def advance(self) -> float | None:
+        """The same, raising what is in the way. None where there is nothing to ship."""
+        if self._job is None:
+            stored = self._next()
+            if stored is None:
+                return None
+            self._job = self._ship(stored)
+        try:
+            return next(self._job)
+        except StopIteration:
+            self._job = None
+            return 0.0
+        except BaseException:
+            self._job = None
+            raise
+
+    def _next(self) -> StoredCheckpoint | None:
+        """The newest that is here, is not shipped, and whose log is."""
+        catalogue = self._core.catalogue
+        for each in self._core.checkpoints():
+            if each.seq <= catalogue.checkpoint_seq:
+                return None
+            if each.seq <= catalogue.hwm:
+                return each
+        return None
+
+    def _ship(self, stored: StoredCheckpoint) -> Generator[float, None, None]:
+        index = _read_all(stored.open_index())
+        described = describe_checkpoint(index)
+        there = self._packs_there()
+        for pack, size in decode_checkpoint(index).packs.items():
+            if pack in there:
+                continue
+            BEFORE_PACK()
+            self._write_pack(stored, pack, size)
+            yield 0.0
+        BEFORE_INDEX()
+        self._write_index(described, index)
+        yield 0.0
+        while self._core.catalogue.checkpoint_seq < described.seq:
+            BEFORE_ENTRY()
+            before = self._core.catalogue.checkpoint_seq
+            if self._core.propose_control(checkpoint_shipped_entry(before, described)) is None:
+                yield PROPOSE_AGAIN_S
+        self.shipped += 1
+
+    def _packs_there(self) -> frozenset[bytes]:
+        """Those of the checkpoint that the log recorded last. Its index is read from the store, where it has
+        to be: without it nothing is known, and everything is looked at."""
+        last = self._core.catalogue.checkpoints.last
+        if last is None:
+            return frozenset()
+        try:
+            index = self._store.read(checkpoint_name(last))
+        except NotFound:
+            _logger.error("the index of a checkpoint is missing from the archive", seq=last.seq)
+            return frozenset()
+        if hash_of(index) != last.hash:
+            raise Corrupt(
+                "the index of a checkpoint in the archive is not the one that the log recorded",
+                path=at(self._store.uri, checkpoint_name(last)),
+                seq=last.seq,
+                hint="look into the archive with `lowwater scrub`",
+            )
+        return frozenset(decode_checkpoint(index).packs)
+
+    def _write_pack(self, stored: StoredCheckpoint, pack: bytes, size: int) -> None:
+        name = pack_object_name(pack)
+        if self._is_there(name, size):
+            return
+        file = stored.open_pack(pack)
+        try:
+            made = write_verified(
+                self._store, name, lambda: _parts(file, size, pack, stored.packs_directory), size=size
+            )
+        finally:
+            file.close()
+        if not made:
+            self._require_size(name, size)
+        self.packs_written += made
+        self.bytes_written += size if made else 0
+
+    def _write_index(self, described: CheckpointDescriptor, index: bytes) -> None:
+        name = checkpoint_name(described)
+        if not self._is_there(name, len(index)):
+            write_verified(self._store, name, lambda: [index], size=len(index))
+        if hash_of(self._store.read(name)) != described.hash:
+            raise StoreCorrupt("the store has other bytes than it was given", path=at(self._store.uri, name))
+
+    def _is_there(self, name: str, size: int) -> bool:
+        """Whether the store has an object, which has to be of this size: these are never compressed."""
+        try:
+            self._require_size(name, size)
+        except NotFound:
+            return False
+        return True
+
+    def _require_size(self, name: str, size: int) -> None:
+        found = self._store.stat(name)
+        if found.size != size:
+            raise StoreCorrupt(
+                f"an object has {found.size} bytes, and has to have {size}", path=at(self._store.uri, name)
+            )
+
+
+def _read_all(file: File) -> bytes:
+    try:
+        return file.read_at(0, file.size())
+    finally:
+        file.close()
+
+
+def _parts(file: File, size: int, expected: bytes, where: str) -> Iterator[bytes]:
+    """The bytes of a pack. The last of them come only when all are known to be those of its name."""
+    assert len(expected) == HASH_BYTES
+    found = blake3()
+    for start in range(0, size, PART_BYTES):
+        part = file.read_at(start, min(PART_BYTES, size - start))
+        found.update(part)
+        if start + PART_BYTES >= size and (found.digest() != expected or start + len(part) != size):
+            raise Corrupt("a pack is not what its name says", path=where, hint=HINT)
+        yield part

@@ -1,0 +1,578 @@
+"""The shipper: sealed segments go to the object store, the log records them, and manifests say so there.
+
+Always true:
+  - a segment is recorded when every region that counts has it, and in the order of the log: the high-water
+    mark is the end of an unbroken chain. What cannot be shipped stops it and raises an alarm;
+  - nothing is uploaded before this owner has claimed an epoch, where it orders the log's entries itself;
+  - a mark counts when the manifest with its entry was read back, and nobody was seen to claim a higher epoch
+    after that. Who was outrun stops, and its database with it;
+  - no writer ever waits for anything here, and no lock is held while a store works;
+  - all of it can be done again from the beginning, after a crash at any line: names and bytes are the log's.
+
+Work is done in steps: one looks around, records and publishes; others upload, each one object. Who waits in
+`ship` lends a hand, so that nothing depends on there being threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.catalogue import SegmentDescriptor, segment_shipped_entry
+from lowwater.engine.core import Core
+from lowwater.engine.database import Database
+from lowwater.engine.directory import Segment, read_sealed
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.seams import Task
+from lowwater.engine.tickets import again
+from lowwater.engine.tier import Alarm, RegionStatus, ShippingState, ShippingStatus
+from lowwater.errors import (
+    Closed,
+    Corrupt,
+    DiskFailed,
+    Fenced,
+    InternalError,
+    LowwaterError,
+    RetryError,
+    TimedOut,
+)
+from lowwater.logging import get_logger
+from lowwater.metrics import TierMetrics
+from lowwater.tiering.backoff import Backoff
+from lowwater.tiering.region import Region
+from lowwater.tiering.store import Store
+from lowwater.tiering.upload_queue import Stopping, UploadQueue, is_alarm
+
+_logger = get_logger("shipping")
+
+BEFORE_CLAIM = Failpoint("ship.before_claim")
+BEFORE_FORK = Failpoint("ship.before_fork")
+AFTER_FORK = Failpoint("ship.after_fork")
+BEFORE_RECORD = Failpoint("ship.before_record")
+AFTER_RECORD = Failpoint("ship.after_record")
+BEFORE_COUNT = Failpoint("ship.before_count")
+
+# Who orders entries may not have come to it yet.
+PROPOSE_AGAIN_S = 1.0
+# How long who waits sleeps at most, before it looks around.
+LOOK_AFTER_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShippingOptions:
+    """How this process ships. Nothing here changes a byte that is shared."""
+
+    interval_s: float = 10.0
+    batch_segments_max: int = 100
+    batch_bytes_max: int = 2**30
+    uploads_at_once: int = 4
+    part_bytes: int = 8 * 2**20
+    # Of the manifest that a restore began with, whose own entry its log lacks.
+    follows: bytes = NO_HASH
+
+
+class Shipper:
+    """`stores` are the regions, the first of which is where the log is read from; with `replicate_sync` the
+    others count as it does."""
+
+    def __init__(
+        self,
+        core: Core,
+        stores: Sequence[Store],
+        *,
+        options: ShippingOptions,
+        replicate_sync: bool = False,
+        metrics: TierMetrics | None = None,
+        on_counted: Callable[[], None] = lambda: None,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._core = core
+        self._options = options
+        self._metrics = metrics or TierMetrics(core.registry)
+        self._on_counted = on_counted
+        self._make_room = make_room
+        seams = core.seams
+        self._files, self._clock = seams.files, seams.clock
+        self._queue = UploadQueue(
+            seams,
+            self._metrics,
+            part_bytes=options.part_bytes,
+            failed=self._failed,
+            is_over=lambda: self._is_over,
+        )
+        self._queue.regions = self._regions = [
+            Region(
+                store,
+                counts=replicate_sync or not number,
+                seams=seams,
+                part_bytes=options.part_bytes,
+                passing=self._queue.passing,
+            )
+            for number, store in enumerate(stores)
+        ]
+        # A log whose entries somebody else orders is never in another epoch than its other replicas.
+        self._claims = isinstance(core, Database)
+        self._has_claimed = not self._claims
+        self._lock = threading.Condition()
+        self._stepping = threading.Lock()
+        self._is_stopping = False
+        self._stopped_by: LowwaterError | None = None
+        # Of what is wrong with the log here, or with the answer of who orders its entries.
+        self._trouble = self._new_backoff()
+        self._proposed: tuple[int, float] = (0, 0.0)
+        self._tasks: list[Task] = []
+        self._background = 0
+        """The thread that steps by itself. In a simulation it is everybody's."""
+        self._metrics.watch(
+            {
+                "storage_s3_shipping_lag_bytes": lambda: self.lag()[0],
+                "storage_s3_shipping_lag_seconds": lambda: self.lag()[1],
+                "lowwater_uploader_memory_bytes": lambda: self._queue.memory_bytes,
+                "lowwater_shipping_alarm": lambda: self._alarmed is not None,
+                "lowwater_shipping_failures": self._failures,
+                "lowwater_disk_left_bytes": self._disk_left,
+            }
+        )
+
+    def look(self) -> None:
+        """Before anything is shipped there: find out whether this log could be. Raises what a caller has to
+        correct. Where the log says that it was shipped before, all this is told later."""
+        if self._core.catalogue.hwm or not self._core.cluster_id.strip(b"\0"):
+            return
+        region = self._regions[0]
+        try:
+            self._connect(region)
+        except (RetryError, Fenced) as error:
+            self._failed(region.backoff, error)
+
+    def start(self) -> None:
+        """Begin, in the background."""
+        runner = self._core.seams.runner
+        self._tasks.append(runner.start("tier-shipper", self._background_step))
+        for number in range(self._options.uploads_at_once):
+            self._tasks.append(runner.start(f"tier-upload-{number}", self.upload_step))
+        self._core.call_when_sealed(self.wake)
+
+    def wake(self) -> None:
+        if self._tasks:
+            self._tasks[0].wake()
+
+    # ------------------------------------------------------------------ the step that looks around
+
+    def _background_step(self) -> float | None:
+        self._background = threading.get_ident()
+        return self.step()
+
+    def step(self) -> float | None:
+        """Look what there is to do, and do what is not uploading. How long until there may be more."""
+        with self._stepping:
+            if self._is_over:
+                return None
+            began_s = self._clock.monotonic()
+            try:
+                wait_s = self._advance()
+            except Stopping:
+                return None
+            self._metrics.cycled(self._clock.monotonic() - began_s)
+        with self._lock:
+            self._lock.notify_all()
+        return wait_s
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_stopping or self._stopped_by is not None
+
+    def _advance(self) -> float | None:
+        core = self._core
+        if core.failure is not None and not isinstance(core.failure, Fenced):
+            # The log takes nothing any more: what was shipped could not be recorded.
+            return self._options.interval_s
+        if not core.cluster_id.strip(b"\0"):
+            return self._options.interval_s  # a fed log without its first entry
+        for region in self._regions:
+            self._try(region.backoff, self._connect, region)
+        if self._regions[0].archive is not None and not self._is_over:
+            self._try(self._trouble, self._ship)
+        for region in self._regions:
+            if region.archive is not None and not self._is_over:
+                self._try(region.backoff, self._publish, region)
+        if not self._is_over:
+            self._count()
+        return self._wait_s()
+
+    def _try(self, backoff: Backoff, do: Callable[..., None], *arguments: Region) -> None:
+        """Have it done, unless it failed a short while ago."""
+        if backoff.wait_s > 0 or self._is_over:
+            return
+        try:
+            do(*arguments)
+        except LowwaterError as error:
+            self._failed(backoff, error)
+        except OSError as error:
+            self._failed(backoff, DiskFailed(f"shipping ran into {error}", path=self._core.directory))
+        except Stopping:
+            raise
+        except Exception as error:  # noqa: BLE001 — a bug must be seen, and not end a thread in silence
+            self._failed(backoff, InternalError(f"shipping: {error!r}", path=self._core.directory))
+        else:
+            if backoff.error is not None:
+                _logger.info("shipping goes on", path=self._core.directory)
+            backoff.succeeded()
+
+    def _failed(self, backoff: Backoff, error: LowwaterError) -> None:
+        if isinstance(error, Fenced):
+            self._stopped_by = error
+            self._core.stop_writing(error)
+            _logger.error("fenced", path=self._core.directory, error=str(error))
+            return
+        if isinstance(error, Closed) and self._is_stopping:
+            raise Stopping
+        self._metrics.failed()
+        is_news = backoff.error is None or str(backoff.error) != str(error)
+        backoff.failed(error)
+        needs_repair = is_alarm(error)
+        if is_news:
+            log = _logger.error if needs_repair else _logger.warning
+            log(
+                "shipping cannot go on" if needs_repair else "shipping failed, and is tried again",
+                path=self._core.directory,
+                error=str(error),
+                hint=error.hint,
+            )
+
+    def _wait_s(self) -> float | None:
+        if self._is_over:
+            return None
+        waits = [each.wait_s for each in self._backoffs() if each.error is not None]
+        if self._proposed[0] > self._core.catalogue.hwm:
+            waits.append(PROPOSE_AGAIN_S)
+        return max(min([self._options.interval_s, *waits]), 0.001)
+
+    def _connect(self, region: Region) -> None:
+        if region.archive is None:
+            core = self._core
+            region.connect(core.catalogue, core.cluster_id, core.epoch)
+
+    # ------------------------------------------------------------------ segments
+
+    def _ship(self) -> None:
+        """Have what is complete uploaded, and record what is there."""
+        core = self._core
+        hwm, lwm = core.catalogue.hwm, core.marks().lwm
+        self._queue.forget(hwm)
+        budget_bytes = self._options.batch_bytes_max
+        seq, segment_hash = hwm, core.catalogue.hash_last
+        for local in core.complete_segments(hwm)[: self._options.batch_segments_max]:
+            if not local.sealed or local.seq_last > lwm or budget_bytes <= 0:
+                break
+            if (local.header.seq_before, local.header.hash_before) != (seq, segment_hash):
+                raise Corrupt(
+                    f"the segment after seq {seq} is not here",
+                    seq=seq + 1,
+                    path=local.path,
+                    hint="nothing is shipped over a gap: restore the segment, or this node from the archive",
+                )
+            self._claim()
+            budget_bytes -= self._queue.want(local).segment.size
+            seq, segment_hash = local.seq_last, local.segment_hash
+        for task in self._tasks[1:]:
+            task.wake()
+        while self._record():
+            pass
+
+    def _record(self) -> bool:
+        """Have the next segment recorded that all regions which count have. False where there is none, or it
+        has not happened yet."""
+        core = self._core
+        catalogue = core.catalogue
+        wanted = self._queue.first()
+        if wanted is None or not all(region.has(wanted.segment) for region in self._regions if region.counts):
+            return False
+        segment, header = wanted.segment, wanted.local.header
+        if (header.seq_before, header.hash_before) != (catalogue.hwm, catalogue.hash_last):
+            return False  # somebody else has recorded it
+        now_s = self._clock.monotonic()
+        if self._proposed[0] == segment.last and now_s < self._proposed[1] + PROPOSE_AGAIN_S:
+            return False
+        BEFORE_RECORD()
+        core.propose_control(segment_shipped_entry(catalogue.hwm, catalogue.hash_last, segment))
+        AFTER_RECORD()
+        self._proposed = (segment.last, now_s)
+        if catalogue.hwm < segment.last:
+            return False
+        self._queue.forget(segment.last)
+        _logger.info("shipped", path=wanted.local.path, seq_first=segment.first, seq_last=segment.last)
+        return True
+
+    def prepare(self) -> Store | None:
+        """For others who have something to upload: the first store, where this owner may write there; None
+        while it cannot be reached, or somebody else goes on."""
+        with self._stepping:
+            region = self._regions[0]
+            if not self._is_over:
+                self._try(region.backoff, self._connect, region)
+            if region.archive is not None and not self._is_over:
+                self._try(self._trouble, self._claim)
+            is_ready = region.archive is not None and self._has_claimed and not self._is_over
+            return region.store if is_ready else None
+
+    def _claim(self) -> None:
+        """Before the first upload: be the one who goes on with this log."""
+        if self._has_claimed:
+            return
+        core, region = self._core, self._regions[0]
+        assert isinstance(core, Database)
+        assert region.archive is not None
+        BEFORE_CLAIM()
+        claim = region.archive.claim(
+            core.catalogue,
+            core.epoch,
+            token=core.seams.randomness.token,
+            owner=core.seams.owner,
+            follows=self._options.follows,
+        )
+        BEFORE_FORK()
+        core.fork(claim.epoch, parent_segment=claim.parent_segment, parent_manifest=claim.parent_manifest)
+        AFTER_FORK()
+        self._has_claimed = True
+        _logger.info("claimed", path=core.directory, uri=region.store.uri, epoch=claim.epoch)
+
+    def upload_step(self) -> float | None:
+        """Upload one object that waits for it."""
+        if self._is_over:
+            return None
+        try:
+            if not self._queue.step():
+                return None
+        except Stopping:
+            return None
+        with self._lock:
+            self._lock.notify_all()
+        self.wake()
+        return 0
+
+    # ------------------------------------------------------------------ manifests, and what counts
+
+    def _publish(self, region: Region) -> None:
+        core = self._core
+        while region.is_behind(core.catalogue, core.marks().durable):
+            if self._is_over:
+                raise Stopping
+            self._claim()
+            began_s = self._clock.monotonic()
+
+            def upload_local(segment: SegmentDescriptor) -> bool:
+                local = next(iter(core.complete_segments(segment.first - 1)), None)
+                if local is None or local.segment_hash != segment.hash or not local.sealed:
+                    return False
+                self._queue.upload(region, segment, local.path)
+                return True
+
+            def others() -> Iterator[Store]:
+                return (each.store for each in self._regions if each is not region)
+
+            region.publish_next(
+                core.catalogue, core.marks().durable, upload_local=upload_local, others=others
+            )
+            self._metrics.published(self._clock.monotonic() - began_s)
+        if not region.counted:
+            if region is not self._regions[0]:
+                region.copy_epochs(self._regions[0].store)
+            BEFORE_COUNT()
+            region.require_epoch(core.epoch)
+
+    def _count(self) -> None:
+        counting = [region for region in self._regions if region.counts]
+        if not all(region.counted for region in counting):
+            return
+        before = self._core.counted_hwm
+        if self._core.mark_counts(min(region.hwm for region in counting)) > before:
+            self._on_counted()
+
+    # ------------------------------------------------------------------ who waits
+
+    def ship(self, timeout_s: float | None) -> int:
+        left_s = timeout_s
+        attempts = {id(each): each.total for each in self._backoffs()}
+        for backoff in self._backoffs():
+            backoff.forget_wait()
+        target = self._target()
+        sealed_at_s: float | None = None
+        while True:
+            self._require_going_on()
+            began_s = self._clock.monotonic()
+            if sealed_at_s is None or began_s >= sealed_at_s + PROPOSE_AGAIN_S:
+                sealed_at_s = began_s
+                self._seal_below(target)
+            if not self._help():
+                wait_s = LOOK_AFTER_S if left_s is None else min(left_s, LOOK_AFTER_S)
+                with self._lock:
+                    if not self._lock.wait(wait_s):
+                        # In a simulation time stands still while somebody sleeps.
+                        began_s = min(began_s, self._clock.monotonic() - wait_s)
+            self._require_going_on()
+            if self._core.counted_hwm >= target:
+                return self._core.counted_hwm
+            error = self._error_since(attempts)
+            if error is not None and (left_s is None or not isinstance(error, RetryError)):
+                raise again(error)
+            if left_s is not None:
+                left_s -= self._clock.monotonic() - began_s
+                if left_s <= 0:
+                    if error is not None:
+                        raise again(error)
+                    raise TimedOut(f"not all was shipped within {timeout_s:g} s", path=self._core.directory)
+
+    def _target(self) -> int:
+        """The last seq that has to be shipped: what is durable, without a tail that shipping itself wrote."""
+        core = self._core
+        if core.opened_us is not None:
+            return core.marks().durable
+        complete = core.complete_segments()
+        return min(complete[-1].seq_last, core.marks().durable) if complete else 0
+
+    def _seal_below(self, target: int) -> None:
+        complete = self._core.complete_segments()
+        if (complete[-1].seq_last if complete else 0) < target:
+            self._core.propose_seal()
+        self._core.finish_sealing()
+
+    def _help(self) -> bool:
+        """Do what there is to do. False where others are doing it, or nothing can be done now: who waits for
+        a store that does not answer must be able to give up."""
+        if self._background not in (0, threading.get_ident()):
+            for task in self._tasks:
+                task.wake()
+            return False
+        before = self._progress()
+        self.step()
+        while self.upload_step() == 0:
+            pass
+        self.step()
+        return self._progress() != before
+
+    def _progress(self) -> tuple[object, ...]:
+        seqs = [region.published_seq for region in self._regions]
+        return self._core.catalogue.hwm, self._core.counted_hwm, self._core.marks().durable, *seqs
+
+    def _require_going_on(self) -> None:
+        if self._stopped_by is not None:
+            raise again(self._stopped_by)
+        if self._is_stopping:
+            raise Closed("the database is being closed", path=self._core.directory)
+        failure = self._core.failure
+        if failure is not None:
+            raise again(failure)
+
+    def _new_backoff(self) -> Backoff:
+        seams = self._core.seams
+        return Backoff(seams.clock, seams.randomness)
+
+    def _backoffs(self, *, counting: bool = False) -> list[Backoff]:
+        """All of them, or those that the marks wait for."""
+        found = [self._trouble]
+        for number, region in enumerate(self._regions):
+            if region.counts or not counting:
+                found += [region.backoff, region.uploads, *self._queue.troubles_of(number)]
+        return found
+
+    @property
+    def _alarmed(self) -> LowwaterError | None:
+        errors = [each.error for each in self._backoffs() if each.error is not None]
+        return next((error for error in errors if is_alarm(error)), None)
+
+    def _error_since(self, attempts: Mapping[int, int]) -> LowwaterError | None:
+        """What went wrong with what the marks wait for, since so many attempts had failed."""
+        errors = [
+            each.error
+            for each in self._backoffs(counting=True)
+            if each.error is not None and each.total > attempts.get(id(each), 0)
+        ]
+        return min(errors, key=lambda error: isinstance(error, RetryError), default=None)
+
+    # ------------------------------------------------------------------ how it goes
+
+    def lag(self) -> tuple[int, float]:
+        """What is not shipped and recorded yet: its bytes, and how old it is, in seconds."""
+        core = self._core
+        hwm = core.catalogue.hwm
+        behind = core.complete_segments(hwm)
+        size = sum(each.body_bytes for each in behind)
+        opened_us = core.opened_us
+        if opened_us is not None:
+            size += core.opened_bytes
+        since_us = opened_us
+        if behind:
+            since_us = self._time_first_us(behind[0])
+        return size, 0.0 if since_us is None else max(0.0, (self._clock.now_us() - since_us) / 1e6)
+
+    def _time_first_us(self, local: Segment) -> int:
+        wanted = self._queue.find(local.seq_first)
+        if wanted is not None:
+            return wanted.segment.time_min_us
+        try:
+            return read_sealed(self._files, local.path)[1].time_min_us if local.sealed else local.time_last_us
+        except LowwaterError:
+            return local.time_last_us
+
+    def _failures(self) -> int:
+        return max(each.failures for each in self._backoffs())
+
+    def _disk_left(self) -> float:
+        try:
+            return float(self._core.space.left_bytes())
+        except LowwaterError:
+            return 0.0
+
+    def status(self) -> ShippingStatus:
+        core, primary = self._core, self._regions[0]
+        errors = [each for each in self._backoffs(counting=True) if each.error is not None]
+        failing = errors[0] if errors else None
+        error = self._stopped_by or (failing.error if failing is not None else None)
+        alarmed = self._stopped_by or self._alarmed
+        lag_bytes, lag_seconds = self.lag()
+        state: ShippingState = "idle" if not core.complete_segments(core.catalogue.hwm) else "working"
+        if primary.archive is None:
+            state = "waiting"
+        if failing is not None:
+            state = "failing"
+        if alarmed is not None:
+            state = "stopped"
+        return ShippingStatus(
+            state=state,
+            uri=primary.store.uri,
+            epoch=core.epoch if self._has_claimed else 0,
+            hwm=core.marks().hwm,
+            counted_hwm=core.counted_hwm,
+            lag_bytes=lag_bytes,
+            lag_seconds=lag_seconds,
+            error=None if error is None else str(error),
+            failures=self._failures(),
+            retry_in_s=None if failing is None else failing.wait_s,
+            alarm=None
+            if alarmed is None
+            else Alarm(alarmed.message, alarmed.path, alarmed.seq, alarmed.hint),
+            regions=tuple(
+                RegionStatus(
+                    each.store.uri,
+                    each.hwm,
+                    each.counts,
+                    str(error) if (error := each.backoff.error or each.uploads.error) is not None else None,
+                )
+                for each in self._regions
+            ),
+        )
+
+    def make_room(self) -> None:
+        self._make_room()
+        self.wake()
+
+    def stop(self) -> None:
+        """Return once nothing of it runs any more."""
+        self._is_stopping = True
+        with self._lock:
+            self._lock.notify_all()
+        for task in self._tasks:
+            task.stop()

@@ -1,0 +1,209 @@
+"""One sealed segment, from the local disk into a store.
+
+Always true:
+  - every byte of the body is compared with the segment's hash, and of the footer with its own, before it goes
+    out; where one does not match, no object appears;
+  - memory is two parts, whatever the segment's size, besides what the store takes for itself;
+  - an object that is there is kept. It counts only when its two ends say that it is this segment: another
+    version of zstd may have compressed the same bytes differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from lowwater.engine import format
+from lowwater.engine.catalogue import SegmentDescriptor, describe_segment
+from lowwater.engine.compress import compressed_pieces
+from lowwater.engine.directory import read_sealed, read_trailer, typed_errors
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.format import Compression
+from lowwater.engine.seams import File, Files
+from lowwater.engine.verified import VerifiedBlocks
+from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
+from lowwater.tiering.names import parse, segment_name
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verify import ObjectFile, describe_object
+
+READ_BYTES = 2**20
+
+BEFORE_UPLOAD = Failpoint("ship.before_upload")
+AFTER_UPLOAD = Failpoint("ship.after_upload")
+
+Passing = Callable[[int], None]
+"""Told of each part that goes out, by its size. It may raise to give up."""
+
+
+class Uploaded(NamedTuple):
+    """`made` is False where the object was there. `size` is what it takes in the store."""
+
+    made: bool
+    size: int
+
+
+class VerifiedFile:
+    """A sealed segment whose bytes were compared with its hashes before they are given away."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._blocks = VerifiedBlocks(file)
+        self._size = file.size()
+        trailer = read_trailer(file, self._size)
+        self._body_bytes = trailer.body_bytes
+        self.segment_hash = trailer.segment_hash
+        hasher = blake3()
+        footer_end = self._size - format.TRAILER_BYTES
+        for start in range(self._body_bytes, footer_end, READ_BYTES):
+            hasher.update(file.read_at(start, min(READ_BYTES, footer_end - start)))
+        if hasher.digest() != trailer.footer_hash:
+            raise Corrupt("the hash of the footer does not match", offset=self._body_bytes)
+
+    def size(self) -> int:
+        return self._size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self._size)
+        body_end = min(end, self._body_bytes)
+        data = self._blocks.read(offset, body_end) if offset < body_end else b""
+        if end > body_end:
+            data += self._file.read_at(max(offset, body_end), end - max(offset, body_end))
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def describe_file(files: Files, path: str) -> SegmentDescriptor:
+    """A sealed segment of the log directory."""
+    return describe_segment(*read_sealed(files, path))
+
+
+def upload_segment(
+    store: Store,
+    files: Files,
+    path: str,
+    segment: SegmentDescriptor,
+    *,
+    part_bytes: int,
+    passing: Passing,
+) -> Uploaded:
+    """Have the segment at `path` in the store. Raises DataError for what is wrong with the file, or with an
+    object that is there in its place; one of STORE_ERRORS for the rest."""
+    name = segment_name(segment)
+    found = find_segment(store, segment)
+    if found is not None:
+        return Uploaded(False, found)
+    BEFORE_UPLOAD()
+    with typed_errors(path, "read the segment"):
+        file = VerifiedFile(files.open(path))
+        try:
+            if file.segment_hash != segment.hash:
+                raise Corrupt("this is another segment than the log has", seq=segment.first)
+            size = 0
+
+            def count(parts: Iterator[bytes]) -> Iterator[bytes]:
+                nonlocal size
+                for part in parts:
+                    passing(len(part))
+                    size += len(part)
+                    yield part
+
+            parts, known = _parts(file, segment, part_bytes)
+            made = store.write(name, count(parts), size=known)
+        finally:
+            file.close()
+    AFTER_UPLOAD()
+    found = find_segment(store, segment) if not made else _size_of(store, name)
+    if found is None:
+        raise StoreCorrupt("the store said that it has the object, and has it not", path=at(store.uri, name))
+    if made and found != size:
+        raise StoreCorrupt(
+            f"the store took {size:,} bytes, and has an object of {found:,}", path=at(store.uri, name)
+        )
+    return Uploaded(made, found)
+
+
+def _parts(
+    file: VerifiedFile, segment: SegmentDescriptor, part_bytes: int
+) -> tuple[Iterator[bytes], int | None]:
+    """What goes out, and how much it is where that is known."""
+    if segment.compression == Compression.NONE:
+        return (file.read_at(start, part_bytes) for start in range(0, segment.size, part_bytes)), segment.size
+    parts = _joined(compressed_pieces(file), part_bytes)
+    first = next(parts)
+    second = next(parts, None)
+    if second is None:
+        return iter([first]), len(first)
+
+    def chain() -> Iterator[bytes]:
+        yield first
+        yield second
+        yield from parts
+
+    return chain(), None
+
+
+def _joined(pieces: Iterator[bytes], part_bytes: int) -> Iterator[bytes]:
+    """The same bytes in parts of a size."""
+    pending = bytearray()
+    for piece in pieces:
+        pending += piece
+        while len(pending) >= part_bytes:
+            yield bytes(pending[:part_bytes])
+            del pending[:part_bytes]
+    if pending:
+        yield bytes(pending)
+
+
+def find_segment(store: Store, segment: SegmentDescriptor) -> int | None:
+    """The size of the segment's object, whose ends were compared; None where there is none."""
+    name = segment_name(segment)
+    size = _size_of(store, name)
+    if size is None:
+        return None
+    found = parse(name)
+    assert found is not None
+    described, why = None, ""
+    try:
+        _, described = describe_object(found, ObjectFile(store, name, size))
+    except (Corrupt, StoreCorrupt) as error:
+        why = f": {error}"
+    except LowwaterError as error:
+        error.path = error.path or at(store.uri, name)
+        raise
+    if described is None or described._replace(recorded_seq=0) != segment._replace(recorded_seq=0):
+        raise StoreCorrupt(
+            f"an object of this name is there, and it is not the segment{why}",
+            path=at(store.uri, name),
+            seq=segment.first,
+            hint="no shipper leaves that: find out what wrote it, and delete it; shipping then goes on",
+        )
+    return size
+
+
+def _size_of(store: Store, name: str) -> int | None:
+    try:
+        return store.stat(name).size
+    except NotFound:
+        return None
+
+
+def copy_object(source: Store, target: Store, name: str, *, part_bytes: int, passing: Passing) -> bool:
+    """Have an object of one store in another one, as it is stored. False where it was there."""
+    if _size_of(target, name) is not None:
+        return False
+    size = source.stat(name).size
+
+    def parts() -> Iterator[bytes]:
+        for start in range(0, size, part_bytes):
+            part = source.read(name, start, min(start + part_bytes, size))
+            passing(len(part))
+            yield part
+
+    made = target.write(name, parts(), size=size)
+    if _size_of(target, name) != size and made:
+        raise StoreCorrupt("the copy of an object has another size", path=at(target.uri, name))
+    return made
