@@ -75,6 +75,9 @@ class ObjectFile:
     def write_at(self, offset: int, buffers: object, sync: SyncMode = "none") -> int:
         raise OSError("objects never change")
 
+    def write_each(self, offset: int, parts: object, sync: SyncMode) -> None:
+        raise OSError("objects never change")
+
     def sync(self, mode: SyncMode) -> None:
         raise OSError("objects never change")
 
