@@ -286,6 +286,7 @@ class RecordList(Generic[R]):
         self._parts: tuple[list[bytes], list[R]] = ([], [])
         self._firsts: dict[int, R] = {}
         self._hashes: dict[int, bytes] = {}
+        self._run_hashes: dict[int, bytes] = {}
         self._decoded: list[tuple[int, list[R]] | None] = [None] * DECODED_MAX
         self._stored = 0
 
@@ -361,10 +362,19 @@ class RecordList(Generic[R]):
         number, left = divmod(count, CHUNK_RECORDS)
         records = self._records(number, self._parts)[:left] if left else []
         whole = left - left % RUN_RECORDS
-        runs = [hash_of(run) for run in self._runs(records[:whole])]
+        runs = [self._run_hash(number, records, start) for start in range(0, whole, RUN_RECORDS)]
         return ListHead(
             [self._hash(each) for each in range(number)], runs, [list(each) for each in records[whole:]]
         )
+
+    def _run_hash(self, chunk: int, records: Sequence[R], start: int) -> bytes:
+        """Of a run that is whole, and so never changes: each manifest asks for all of them again."""
+        place = chunk * CHUNK_RECORDS + start
+        found = self._run_hashes.get(place)
+        if found is None:
+            run = encode_chunk(self.name, records[start : start + RUN_RECORDS])
+            found = self._run_hashes[place] = hash_of(run)
+        return found
 
     def objects(self, head: ListHead, known: ListHead) -> Iterator[tuple[bytes, bytes]]:
         """What `head` needs by hash and `known` does not."""

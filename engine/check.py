@@ -40,13 +40,14 @@ from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, judge_current, numbered_places, open_place, open_single, walk
 from lowwater.errors import Corrupt, LowwaterError, NotFound
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
 
 _RESTORE = "restore this segment, or run `lowwater log repair` into a copy"
 
 
 class Finding(NamedTuple):
-    """Something that is not as it should be. An error means that data cannot be trusted, or is gone."""
+    """Something that is not as it should be. An error means that data cannot be trusted, or is gone; a note
+    tells of what is no fault, as the leftovers of an upload."""
 
     severity: Severity
     what: str

@@ -82,7 +82,7 @@ def _check_blocks(
             if number and begins_list(listed.key):
                 yield _error("a list of blocks goes on where one begins", stored.path, stored.seq)
             keys = [encode_key(row.bucket.encode(), row.key.encode()) for row in stored.rows_of(known)]
-            why = _why_misplaced(listed, keys, last_key, begins_block, is_first=not blocks)
+            why = why_misplaced(listed, keys, last_key, begins_block, is_first=not blocks)
             if why:
                 yield _error(f"a block of a checkpoint {why}", stored.path, stored.seq)
             rows, blocks, last_key = rows + len(keys), blocks + 1, keys[-1]
@@ -90,7 +90,7 @@ def _check_blocks(
         yield _error("a checkpoint holds other counts than it says", stored.path, stored.seq)
 
 
-def _why_misplaced(
+def why_misplaced(
     listed: Listed, keys: list[bytes], last_key: bytes, begins_block: IsBoundary, *, is_first: bool
 ) -> str:
     if listed.row_count != len(keys) or listed.key != page_key(keys[0]):

@@ -49,7 +49,7 @@ from lowwater.tiering.objects import (
     require_hash,
 )
 from lowwater.tiering.store import Store, at
-from lowwater.tiering.verify import ObjectFile, describe_object
+from lowwater.tiering.verify import ObjectEnds, describe_object
 
 # Others who claim at the same time: more than that is no accident.
 COLLISIONS_MAX = 100
@@ -128,7 +128,7 @@ class Archive:
             found = parse(each.name)
             if found is not None and found.type == "segment":
                 try:
-                    header, described = describe_object(found, ObjectFile(self.store, each.name, each.size))
+                    header, described = describe_object(found, ObjectEnds(self.store, each.name, each.size))
                 except DataError:
                     continue
                 if header.cluster_id == self.cluster_id:
@@ -166,7 +166,7 @@ class Archive:
         """The entries whose manifests are missing, in order: each gets its own. Raises Fenced where the
         newest one is not of this log."""
         newest = self._require_past(catalogue, NO_HASH)
-        return catalogue.seqs_after(0 if newest is None else newest.seq)
+        return catalogue.seqs_after(0 if newest is None else seq_published(catalogue, newest))
 
     def require_epoch(self, epoch: int) -> None:
         """Raise Fenced where somebody has claimed a higher epoch. What was read back before counts, where
@@ -244,6 +244,13 @@ class Archive:
         data = self.store.read(name)
         require_hash(data, found.hash, "claim")
         return decode_epoch(data)
+
+
+def seq_published(catalogue: Catalogue, newest: Manifest) -> int:
+    """The entry up to which all of this log's have their manifests, where `newest` is of its past. A log
+    that was restored has lost its parent's last ones, and goes on below them: all after its fork are its own."""
+    forks = (fork.recorded_seq for fork in catalogue.forks if fork.epoch > newest.epoch)
+    return min(newest.seq, next(forks, newest.seq))
 
 
 def _hash_of(manifest: Manifest | None) -> bytes:

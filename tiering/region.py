@@ -19,7 +19,7 @@ from lowwater.engine.ckpt import decode_checkpoint
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.log import Seams
 from lowwater.errors import Fenced, NotFound, StoreCorrupt
-from lowwater.tiering.archive import Archive, open_archive
+from lowwater.tiering.archive import Archive, open_archive, seq_published
 from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.names import EPOCHS, checkpoint_name, pack_object_name, segment_name
 from lowwater.tiering.store import Store, at
@@ -60,12 +60,12 @@ class Region:
         newest = archive.newest()
         if newest is not None:
             # Another replica may have applied, and published, more than this one.
-            is_ahead = newest.seq > catalogue.recorded_seq
+            is_ahead = newest.epoch == epoch and newest.seq > catalogue.recorded_seq
             if newest.epoch > epoch or not (is_ahead or archive.is_past(catalogue, newest)):
                 raise Fenced(
                     "the archive goes on where this log does not", path=at(self.store.uri, newest.name)
                 )
-            self.published_seq, self.hwm = newest.seq, newest.hwm
+            self.published_seq, self.hwm = seq_published(catalogue, newest), newest.hwm
         self.archive = archive
         self.counted = False
 

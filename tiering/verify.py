@@ -26,6 +26,8 @@ from lowwater.tiering.objects import HINT, decode_cluster, decode_epoch, decode_
 from lowwater.tiering.store import Store, at
 
 READ_BYTES = 2**22
+# What is read at once of an object of which only the ends are wanted.
+ENDS_BYTES = 2**16
 # Objects that are decoded as a whole: larger ones are none of ours.
 SMALL_BYTES_MAX = 256 * 2**20
 
@@ -37,14 +39,20 @@ class Readable(Protocol):
 
 
 class ObjectFile:
-    """An object of a store as a file to read from, mostly front to back. Not for several threads at once."""
+    """An object of a store as a file to read from, mostly front to back. Not for several threads at once.
 
-    def __init__(self, store: Store, name: str, size: int | None = None) -> None:
+    `first_bytes` is what the first request asks for, and one that does not go on where the last one ended;
+    others ask for twice as much as the one before."""
+
+    def __init__(
+        self, store: Store, name: str, size: int | None = None, *, first_bytes: int = READ_BYTES
+    ) -> None:
         self._store = store
         self.name = name
         self._size = store.stat(name).size if size is None else size
         self._start = 0
         self._window = b""
+        self._first_bytes = self._next_bytes = first_bytes
 
     def size(self) -> int:
         return self._size
@@ -53,9 +61,12 @@ class ObjectFile:
         end = min(offset + size, self._size)
         if offset >= end:
             return b""
-        if not self._start <= offset or end > self._start + len(self._window):
-            self._start = offset
-            self._window = self._store.read(self.name, offset, max(end, min(offset + READ_BYTES, self._size)))
+        window_end = self._start + len(self._window)
+        if not self._start <= offset or end > window_end:
+            goes_on = self._start < offset <= window_end
+            self._next_bytes = min(2 * self._next_bytes, READ_BYTES) if goes_on else self._first_bytes
+            until = max(end, min(offset + self._next_bytes, self._size))
+            self._start, self._window = offset, self._store.read(self.name, offset, until)
         return self._window[offset - self._start : end - self._start]
 
     def close(self) -> None:
@@ -64,11 +75,32 @@ class ObjectFile:
     def write_at(self, offset: int, buffers: object, sync: SyncMode = "none") -> int:
         raise OSError("objects never change")
 
+    def write_each(self, offset: int, parts: object, sync: SyncMode) -> None:
+        raise OSError("objects never change")
+
     def sync(self, mode: SyncMode) -> None:
         raise OSError("objects never change")
 
     def truncate(self, size: int) -> None:
         raise OSError("objects never change")
+
+
+class ObjectEnds(ObjectFile):
+    """An object of which little is read besides its two ends: one request for each, and few bytes."""
+
+    def __init__(self, store: Store, name: str, size: int | None = None) -> None:
+        super().__init__(store, name, size)
+        self._ends: dict[int, bytes] = {}
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        whole = self.size()
+        end = min(offset + size, whole)
+        for start in (0, max(0, whole - ENDS_BYTES)):
+            if start <= offset and end <= start + ENDS_BYTES:
+                if start not in self._ends:
+                    self._ends[start] = self._store.read(self.name, start, min(start + ENDS_BYTES, whole))
+                return self._ends[start][offset - start : end - start] if offset < end else b""
+        return self._store.read(self.name, offset, end) if offset < end else b""
 
 
 def verify_object(name: str, reader: Readable, *, uri: str = "") -> None:

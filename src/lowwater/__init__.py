@@ -39,6 +39,7 @@ from lowwater.engine.sessions import RequestId
 from lowwater.engine.transactions import Savepoint, Transaction
 from lowwater.recovery.opening import open_directory as open
 from lowwater.recovery.restore import Restored, restore
+from lowwater.tiering.checking import check
 from lowwater.tiering.opening import Engine
 
 __version__ = version("lowwater")
@@ -76,6 +77,7 @@ __all__ = [
     "Transaction",
     "Write",
     "__version__",
+    "check",
     "checkpoint_entry",
     "errors",
     "open",

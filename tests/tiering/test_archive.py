@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.engine_model import CLUSTER_ID
-from tests.tiering.lines import StepStore, begun
+from tests.tiering.lines import StepStore, begun, restored
 
 from lowwater.engine import catalogue
 from lowwater.engine.blocks import NO_HASH, hash_of
@@ -408,3 +408,27 @@ def test_a_damaged_segment_beyond_the_newest_manifest_ends_the_chain() -> None:
         line.store.write(names.segment_name(each), [data], size=len(data))
     assert list(archive.segments_after(newest, read)) == [more[0][0]]
     line.db.close()
+
+
+def test_a_restored_log_publishes_entries_below_those_that_its_parent_published() -> None:
+    """It has lost its parent's last entries, and gives their seqs to others: the epoch tells them apart."""
+    objects = MemoryObjects()
+    first = begun(objects)
+    for number in range(3):
+        first.db.put("b", f"{number}", b"v")
+        first.db._log.seal()
+    first.live(0)
+    first.ship(open_archive(first.store, CLUSTER_ID))
+    parent = open_archive(first.store, CLUSTER_ID).newest()
+    assert parent is not None
+    second = restored(objects)
+    second.live(0)
+    archive = open_archive(second.store, CLUSTER_ID)
+    second.ship(archive)
+    held = [parsed for parsed in map(names.parse, objects.data) if parsed and parsed.epoch == second.epoch]
+    expected = second.db.catalogue.seqs_after(second.db.catalogue.forks[-1].recorded_seq)
+    assert expected[0] <= parent.seq, "otherwise this test tests nothing"
+    assert sorted(each.seq for each in held if each.type == "manifest") == expected
+    assert archive.unpublished(second.db.catalogue) == []
+    for line in (first, second):
+        line.db.close()

@@ -18,6 +18,8 @@ from lowwater.errors import LowwaterError
 # Where each command is: `compact-local` is the object `compact_local` in that module.
 COMMANDS = {
     "log": "lowwater.cli.log",
+    "scrub": "lowwater.cli.tier.scrub",
+    "tier": "lowwater.cli.tier",
     "compact-local": "lowwater.cli.database.compact_local",
     "restore": "lowwater.cli.restore",
     **{

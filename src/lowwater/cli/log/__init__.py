@@ -16,8 +16,9 @@ from lowwater.cli.output import end_on_sigterm
 def log(ctx: click.Context) -> None:
     """Look into a log, verify it, repair it into a copy.
 
-    All of these take a log directory or a single segment (.log or .log.zst). None changes what it reads, and
-    all but repair work while another process has the log open.
+    All of these take a log directory or a single segment (.log or .log.zst); all but repair also the URI of
+    an archive, or of a segment in it. None changes what it reads, and all but repair work while another
+    process has the log open.
 
     They exit with 0 when all is well, 65 when data is damaged or missing, and 2 when the call was wrong.
     """

@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from lowwater.cli.log.findings import exit_by, finding_as_json
+from lowwater.cli.log.source import Source, opened_source
 from lowwater.cli.output import json_option, standard_output, time, visible
 from lowwater.engine.chain import FIRST_CONTROL_KIND
 from lowwater.engine.check import Finding
 from lowwater.engine.dump import Selection, dump_entries
 from lowwater.engine.entries import Entry, decode_body
 from lowwater.engine.format import KIND_CODES, SEQ_MAX
-from lowwater.engine.real import RealFiles
 from lowwater.errors import Corrupt
 
 LINES_AT_ONCE = 200
@@ -143,20 +143,23 @@ def print_entries(
     if as_json and values in ("utf8", "hex"):
         raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
     findings: list[Finding] = []
-    lines = _lines(
-        dump_entries(RealFiles(), path, selection, salvage=salvage),
-        findings,
-        limit=limit,
-        as_json=as_json,
-        values=values or ("base64" if as_json else "none"),
-    )
-    _write(lines)
+    with opened_source(ctx, path) as source:
+        lines = _lines(
+            dump_entries(source.files, source.path, selection, salvage=salvage),
+            findings,
+            source,
+            limit=limit,
+            as_json=as_json,
+            values=values or ("base64" if as_json else "none"),
+        )
+        _write(lines)
     exit_by(ctx, findings)
 
 
 def _lines(
     entries: Iterator[Entry | Finding],
     findings: list[Finding],
+    source: Source,
     *,
     limit: int | None,
     as_json: bool,
@@ -165,8 +168,8 @@ def _lines(
     count = 0
     for item in entries:
         if isinstance(item, Finding):
-            findings.append(item)
-            _tell(item, as_json=as_json)
+            findings += source.named([item])
+            _tell(findings[-1], as_json=as_json)
             continue
         if as_json:
             yield json.dumps(entry_as_json(item, with_value=values != "none"))

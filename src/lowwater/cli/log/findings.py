@@ -24,17 +24,24 @@ def finding_as_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[Finding], *, base: str = "") -> None:
+    """`base` is the archive that they are about: objects are shown with all of the name below it."""
     table = new_table("severity", "file", "seq", "offset", "what, and what to do", right=("seq", "offset"))
     for finding in findings:
         table.add_row(
             finding.severity,
-            visible(os.path.basename(finding.where)),
+            visible(_short(finding.where, base)),
             number(finding.seq),
             number(finding.offset),
             visible(finding.what) + (f"\n{visible(finding.hint)}" if finding.hint else ""),
         )
     print_table(table)
+
+
+def _short(where: str, base: str) -> str:
+    if base and where.startswith(f"{base.rstrip('/')}/"):
+        return where[len(base.rstrip("/")) + 1 :]
+    return where if where == base else os.path.basename(where)
 
 
 def exit_by(ctx: click.Context, findings: Sequence[Finding]) -> None:

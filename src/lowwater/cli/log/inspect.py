@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
+from lowwater.cli.log.source import Source, opened_source
 from lowwater.cli.output import json_option, new_table, number, print_json, print_table, size, time, visible
+from lowwater.engine.check import Finding
 from lowwater.engine.describe import LogDescription, SegmentDescription, describe_log, describe_segment
 from lowwater.engine.format import Compression
-from lowwater.engine.real import RealFiles
 from lowwater.engine.walk import is_directory
 
 
@@ -25,24 +26,30 @@ def inspect(ctx: click.Context, path: str, as_json: bool) -> None:
     Of sealed segments only the ends are read, so this is quick however large the log is; to know whether it
     is sound, use verify. What cannot be read is listed below what can.
     """
-    files = RealFiles()
-    if is_directory(files, path):
-        log = describe_log(files, path)
+    with opened_source(ctx, path) as source:
+        findings = _inspect(source, as_json=as_json)
+    if findings and not as_json:
+        print_findings(findings, base=source.base)
+    exit_by(ctx, findings)
+
+
+def _inspect(source: Source, *, as_json: bool) -> list[Finding]:
+    if is_directory(source.files, source.path):
+        log = describe_log(source.files, source.path)
+        log.path, log.findings = source.shown, source.named(log.findings)
         if as_json:
             print_json(_log_as_json(log))
         else:
             _print_log(log)
-        findings = log.findings
+        return log.findings
+    segment = describe_segment(source.files, source.path)
+    segment.findings = source.named(segment.findings)
+    segment.path = source.shown
+    if as_json:
+        print_json(_segment_as_json(segment, alone=True))
     else:
-        segment = describe_segment(files, path)
-        if as_json:
-            print_json(_segment_as_json(segment, alone=True))
-        else:
-            _print_segment(segment)
-        findings = segment.findings
-    if findings and not as_json:
-        print_findings(findings)
-    exit_by(ctx, findings)
+        _print_segment(segment)
+    return segment.findings
 
 
 # ---------------------------------------------------------------------------- JSON

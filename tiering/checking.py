@@ -1,0 +1,53 @@
+"""`lowwater.check`: whether a database, or an archive, is as it should be.
+
+Always true: nothing is changed; findings come as they are found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lowwater.config import Config, TierConfig
+from lowwater.engine.check import Finding
+from lowwater.engine.check_database import check_database
+from lowwater.engine.opening import LOG_DIRECTORY
+from lowwater.engine.real import RealFiles
+from lowwater.tiering.names import CLUSTER, MANIFESTS
+from lowwater.tiering.open_store import open_store
+from lowwater.tiering.scrub import Scrub
+from lowwater.tiering.store import Store
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+def check(path_or_uri: str | os.PathLike[str], *, config: ConfigSource = None) -> Iterator[Finding]:
+    """Every finding about the database in a directory, or about an archive, of which every byte is read: an
+    archive is given by its URI, or as the folder that it is in. NotFound where there is neither.
+
+    An error means that data cannot be trusted, or is gone; a warning that something is there which should not
+    be; a note is no fault."""
+    place = os.fspath(path_or_uri)
+    loaded = Config.load(config)
+    if not is_archive(place):
+        log = f"{place}/{LOG_DIRECTORY}" if loaded.wal.dir is None else str(loaded.wal.dir)
+        yield from check_database(RealFiles(), place, log)
+        return
+    store = open_to_read(place, loaded.tier)
+    try:
+        yield from Scrub(store, deep=True).findings()
+    finally:
+        store.close()
+
+
+def is_archive(place: str) -> bool:
+    """Whether this is the URI of a store, or a folder with an archive in it."""
+    if "://" in place:
+        return True
+    return any(os.path.exists(f"{place}/{name}") for name in (CLUSTER, MANIFESTS))
+
+
+def open_to_read(uri: str, config: TierConfig) -> Store:
+    """A store of which nothing is asked but to be read. The configuration's options are for its own URI."""
+    return open_store(None if uri == config.store_uri() else uri, config=config, read_only=True)

@@ -1,0 +1,37 @@
+"""What an object of an archive is that nothing reaches: work that goes on, leftovers, or another line's.
+
+Always true: none of this is damage. Readers take only what the newest manifest reaches, so whatever else is
+there means nothing.
+"""
+
+from __future__ import annotations
+
+from lowwater.tiering.names import ObjectName
+from lowwater.tiering.objects import Manifest
+
+UNUSED = "nothing needs it: it may be removed when no shipper is at work"
+_WAIT = "nothing to do: whoever goes on shipping records it"
+_CLAIM = "nothing to do: claims stay, so that no number comes again"
+_FENCED = "what is in it never counted: keep it until you know that nobody misses those writes"
+
+
+def why_unreached(found: ObjectName, newest: Manifest | None, *, is_following: bool) -> tuple[str, str]:
+    """What it is, and what to do. `is_following` says that a restore goes on with this segment."""
+    epoch, hwm = (0, 0) if newest is None else (newest.epoch, newest.hwm)
+    if found.type == "epoch":
+        if found.epoch > epoch:
+            return "an epoch was claimed, and nothing is published in it yet", _WAIT
+        return "a claim that nothing followed", _CLAIM
+    if is_following:
+        return "the segment was shipped, and no manifest says so yet", _WAIT
+    if found.type in ("segment", "manifest"):
+        if found.epoch > epoch:
+            return f"of epoch {found.epoch}, in which nothing is published yet", _WAIT
+        if found.epoch == epoch and found.type == "segment" and found.seq > hwm:
+            return "the segment was shipped before the one that it follows", _WAIT
+        return f"of another line of epoch {found.epoch}, whose owner was fenced", _FENCED
+    if found.type == "checkpoint":
+        return "no entry records this checkpoint: its shipping was not finished, or fenced", UNUSED
+    if found.type == "pack":
+        return "no recorded checkpoint needs this pack: its upload was not finished, or fenced", UNUSED
+    return f"no manifest that counts needs this {found.type}", UNUSED
