@@ -32,7 +32,7 @@ from lowwater.engine.ckpt import PACK_BYTES, Checkpoint, ListEntry, encode_check
 from lowwater.engine.content import AnyBlock, AwayBlock, Block, IsBoundary, Known, blocks_at
 from lowwater.engine.due import Due
 from lowwater.engine.state import State
-from lowwater.errors import InternalError, LowwaterError, NotFound, ReopenError, RetryError
+from lowwater.errors import DiskFull, InternalError, LowwaterError, NotFound, ReopenError, RetryError
 from lowwater.logging import get_logger
 
 _logger = get_logger("checkpoint")
@@ -99,6 +99,8 @@ class Checkpointer:
             next(self._job)
         except StopIteration:
             self._end(due)
+        except DiskFull as error:
+            self._give_up(due, error)
         except RetryError as error:
             self.stop()
             raise MustWait(error) from error
@@ -130,7 +132,7 @@ class Checkpointer:
             self._end(due)
             return
         _logger.warning("a checkpoint was given up", seq=due.seq, error=str(error))
-        if isinstance(error, ReopenError):
+        if isinstance(error, ReopenError | DiskFull):
             error.hint = _HINT
         while len(self.failures) >= FAILURES_MAX:
             del self.failures[next(iter(self.failures))]

@@ -14,7 +14,7 @@ from tests.engine.test_engine_crash import LOSSES, on_failure, reach_failure_poi
 
 from lowwater.chaos.disk import Fault, Operation, SimulatedCrash
 from lowwater.engine.log import LogOptions
-from lowwater.errors import LowwaterError, ReopenError
+from lowwater.errors import DiskFull, LowwaterError, ReopenError
 
 CHUNKS = 4
 DIRECTORIES = ("checkpoints", "packs")
@@ -198,7 +198,9 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_nothing_else(error: int) -> 
         driver.put("a", "k", driver.value(10))
         driver.checkpoint()
         assert (driver.db.checkpoints()[0].index.base_seq == 0) == (failure is not None)
-        assert failure is None or (isinstance(failure, ReopenError) and "make another" in failure.hint)
+        assert failure is None or (
+            isinstance(failure, ReopenError | DiskFull) and "make another" in failure.hint
+        )
         finish(driver)
         driver.close()
     assert kinds >= {"create", "write", "sync", "rename", "sync_directory"}
