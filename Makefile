@@ -3,7 +3,7 @@
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench bench-log bench-engine chaos format clean
+.PHONY: help demo check test bench bench-log bench-engine bench-restore chaos format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +34,7 @@ test: .venv/dev ## all tests, then those that need Docker
 		echo "test passed: all tests hold. There are no tests yet that need Docker, so none were run."; \
 	fi
 
-bench: bench-log bench-engine ## measure everything against its peers
+bench: bench-log bench-engine bench-restore ## measure everything against its peers
 
 bench-log: .venv/bench ## measure the log against its peers, in one run
 	@$(BIN)/python bench/log.py --picture build/bench/log.png
@@ -43,6 +43,9 @@ bench-engine: .venv/bench ## measure the engine against its peers with 256 and w
 	@$(BIN)/python bench/engine.py --picture build/bench/engine.png
 	@$(BIN)/python bench/engine.py --memory 64 --json build/bench/engine-64.json --picture build/bench/engine-64.png
 	@$(BIN)/python bench/recovery.py --picture build/bench/recovery.png
+
+bench-restore: .venv/bench ## measure how long a restore takes until the first read, and until all of it is here
+	@$(BIN)/python bench/restore.py
 
 chaos: .venv/dev ## the tests that run for minutes
 	@$(BIN)/pytest -m chaos --timeout 7200 tests/

@@ -19,7 +19,7 @@ from lowwater.engine.ckpt import pack_name
 from lowwater.engine.pages import Page
 from lowwater.engine.references import Reference, decode_reference, page_of_block
 from lowwater.engine.tickets import again
-from lowwater.errors import Busy, Corrupt, InputError, LowwaterError, NotFound
+from lowwater.errors import Busy, Corrupt, DataError, InputError, LowwaterError, NotFound
 
 T = TypeVar("T")
 
@@ -34,6 +34,11 @@ class BlockSource(Protocol):
     def read_block(self, pack: bytes, offset: int, size: int, block_hash: bytes) -> bytes:
         """`size` bytes of the pack with this hash, from `offset` on: a block, and its places right behind
         it. Raises a RetryError where it may be there later. Who asks compares the hashes."""
+        ...
+
+    def damaged(self, pack: bytes) -> str:
+        """What came of this pack was wrong: nothing of it that is kept on the way may be used again. Returns
+        where it lies, for people."""
         ...
 
 
@@ -64,6 +69,30 @@ class _Held:
         self.data = data
         self.page = page
         self.count = 0
+
+
+def read_away(blocks: BlockSource, reference: Reference, key: bytes) -> Page:
+    """The page under `key`. What is damaged on the way is asked for once more."""
+    for is_last in (False, True):
+        try:
+            data = blocks.read_block(
+                reference.pack, reference.offset, reference.size_bytes, reference.block_hash
+            )
+        except NotFound as error:
+            raise Corrupt(
+                "a pack with a block that a page was given up for is missing from the archive",
+                path=error.path or f"packs/{pack_name(reference.pack)}",
+                seq=reference.checkpoint_seq,
+                offset=reference.offset,
+                hint="look into the archive with `lowwater scrub`; other pages can be read",
+            ) from error
+        try:
+            return page_of_block(reference, key, data)
+        except DataError as error:
+            error.path = blocks.damaged(reference.pack)
+            if is_last:
+                raise
+    raise AssertionError("the second attempt returns or raises")
 
 
 class AwayPages:
@@ -168,21 +197,10 @@ class AwayPages:
                 path=self._path,
                 hint="open with the tier that this was restored from, or shipped to",
             )
-        try:
-            data = self._blocks.read_block(
-                reference.pack, reference.offset, reference.size_bytes, reference.block_hash
-            )
-        except NotFound as error:
-            raise Corrupt(
-                "a pack with a block that a page was given up for is missing from the archive",
-                path=error.path or f"packs/{pack_name(reference.pack)}",
-                seq=reference.checkpoint_seq,
-                offset=reference.offset,
-                hint="look into the archive with `lowwater scrub`; other pages can be read",
-            ) from error
+        page = read_away(self._blocks, reference, key)
         self.reads += 1
-        self.read_bytes += len(data)
-        return page_of_block(reference, key, data)
+        self.read_bytes += reference.size_bytes
+        return page
 
     # ------------------------------------------------------------------ back into the store
 

@@ -158,6 +158,7 @@ class Core:
         self._counted_hwm = 0
         self._tier: Tier | None = None
         self._age_task: Task | None = None
+        self._before_close: list[Callable[[], None]] = []
         self.space = Space(
             seams.files,
             [log.directory],
@@ -621,6 +622,10 @@ class Core:
         assert self._tier is None, "a database ships to one place"
         self._tier = tier
 
+    def before_close(self, stop: Callable[[], None]) -> None:
+        """Have something stopped that works on this engine, before it closes."""
+        self._before_close.append(stop)
+
     def ship(self, timeout: float | None = None) -> int:
         """Seal what is being written, and return once all that is durable now is in the object store, is
         recorded, and counts: the high-water mark. A tail of nothing but what shipping itself writes stays.
@@ -683,6 +688,7 @@ class Core:
     def purge(self, seq: int) -> int:
         """Remove segments that hold nothing above `seq`, nor above what may be purged. Returns the seq up to
         which entries are gone."""
+        require_seq(seq)
         purged = self._log.purge(min(seq, self.purgeable_seq()))
         self._values.forget_before(purged)
         return purged
@@ -785,6 +791,9 @@ class Core:
     def _locate(self, seq: int) -> tuple[int, int]:
         """Where the frame with this seq lies: its segment's first seq, and its offset."""
         found = place_of(self._wal, seq)
+        cold = self._log.cold_source
+        if found is None and cold is not None:
+            found = cold.place_of(seq)
         if found is not None:
             return found
         raise Corrupt(f"the log does not hold seq {seq}, which has a value", seq=seq)
@@ -796,6 +805,8 @@ class Core:
                 return
             self._closing = True
             self._applied_more.notify_all()
+        for stop in self._before_close:
+            stop()
         if self._tier is not None:
             self._tier.stop()
         if self._age_task is not None:

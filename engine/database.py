@@ -37,7 +37,7 @@ from lowwater.engine.pieces import frames_of, places_of
 from lowwater.engine.reading import Reading
 from lowwater.engine.records import Unread, put_record
 from lowwater.engine.replay import Meta, Progress
-from lowwater.engine.requests import members_of, request_hash
+from lowwater.engine.requests import request_hash, require_control
 from lowwater.engine.session import TTL_S_DEFAULT, Session, write_request
 from lowwater.engine.spill import abort_losers
 from lowwater.engine.transactions import Isolation, Transaction
@@ -482,7 +482,7 @@ class Database(Reading):
     # ------------------------------------------------------------------ what time brings
 
     def propose_control(self, entry: Control) -> int | None:
-        members_of(entry)  # what is wrong with it is told
+        require_control(entry)
 
         def decide() -> None:
             if decide_request(self._state, self._wal.chain, [entry], group=False) is not None:

@@ -45,6 +45,7 @@ from lowwater.engine.requests import (
     group_of,
     is_same_request,
     members_of,
+    require_control,
     session_of,
     txn_of,
 )
@@ -353,7 +354,7 @@ class Engine(Reading):
             return None
 
     def propose_control(self, entry: Control) -> int | None:
-        members_of(entry)  # what is wrong with it is told
+        require_control(entry)
         if self._orchestrator is None:
             raise InputError("nobody was named who orders entries", hint="give an orchestrator")
         self._propose(entry)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lowwater.engine.away import BlockSource
+from lowwater.engine.away import BlockSource, read_away
 from lowwater.engine.ckpt import Checkpoint
 from lowwater.engine.content import Known
 from lowwater.engine.flush import META_KEY
@@ -23,7 +23,7 @@ from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import FIRST_KEY
 from lowwater.engine.pages import Boundaries, encode_page
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.references import encode_reference, page_of_block, reference_to
+from lowwater.engine.references import encode_reference, reference_to
 from lowwater.engine.replay import INSTALLING_KEY, Meta, encode_meta
 from lowwater.engine.state import LOWEST
 from lowwater.engine.transaction_table import TABLE_KEY, Row, encode_table
@@ -99,10 +99,7 @@ def install_references(
         key_before = key
         reference = reference_to(listed, location, page_seq=page_seq, checkpoint_seq=checkpoint.seq)
         if key < FIRST_KEY:
-            data = source.read_block(
-                reference.pack, reference.offset, reference.size_bytes, reference.block_hash
-            )
-            page = page_of_block(reference, key, data)
+            page = read_away(source, reference, key)
             key = key if boundaries.is_boundary(key) else LOWEST
             puts.append((key, encode_page(page, key)))
         else:

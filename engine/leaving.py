@@ -19,7 +19,8 @@ from itertools import islice
 
 from lowwater.engine.content import Base, Known
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.pages import decode_page, swept
+from lowwater.engine.pages import REFERENCE, decode_page, swept
+from lowwater.engine.records import VALUE_PLACE
 from lowwater.engine.references import (
     REFERENCE_BYTES,
     encode_reference,
@@ -106,6 +107,22 @@ class Leaving:
         for key, size in store.page_sizes():
             if size == REFERENCE_BYTES and (data := store.get(key)) is not None and is_reference(data):
                 yield key
+
+    def oldest_segment(self) -> int | None:
+        """The first seq of the oldest segment in which a large value of a page lies that is here; None for
+        none. What is only in memory is not looked at."""
+        store = self._state.store
+        oldest: int | None = None
+        for key in store.page_keys():
+            data = store.get(key)
+            if data is None or is_reference(data):
+                continue
+            page = decode_page(data, key)
+            for flags, value in zip(page.flags, page.values, strict=True):
+                if flags & REFERENCE:
+                    first = int(VALUE_PLACE.unpack(value)[0])
+                    oldest = first if oldest is None else min(oldest, first)
+        return oldest
 
     def bring(self, keys: Iterable[bytes]) -> int:
         """Have the pages of these page keys here again, those that are away. Returns how many were. Raises

@@ -18,6 +18,7 @@ from lowwater.engine.core import ColdOf
 from lowwater.engine.database import Database, EngineOptions, open_database
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.origin import require_restored
 from lowwater.engine.ownership import Owner, claim, require_owner
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
@@ -163,6 +164,7 @@ def open_parts(
     """Open the log and the pages, and give them to `begin`, whose they are unless it raises. `owner` is who
     orders the entries."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
+    require_restored(seams.files, path)
     log_directory = log_directory or f"{path}/{LOG_DIRECTORY}"
     require_owner(seams.files, log_directory, owner)
     log = Log.open(

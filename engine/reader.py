@@ -59,6 +59,10 @@ class ColdSource(Protocol):
         """The seq of the frame that holds a large value."""
         ...
 
+    def place_of(self, seq: int) -> tuple[int, int] | None:
+        """Where the frame with this seq lies; None where there is none."""
+        ...
+
 
 class SealedReader:
     """One sealed segment, read by blocks that are verified against its footer."""

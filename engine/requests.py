@@ -57,6 +57,13 @@ CONTROL_KINDS = SESSION_KINDS | {
 }  # fmt: skip
 
 
+def require_control(entry: Any) -> None:
+    """Raise InvalidEntry for what is no control entry, or a wrong one."""
+    if not isinstance(entry, Control):
+        raise InvalidEntry(f"{entry!r:.80} is no control entry", hint="propose a Control")
+    members_of(entry)
+
+
 def members_of(request: Request) -> Sequence[Single]:
     """The entries of a request, each with a seq of its own. Raises InvalidEntry for what no engine takes."""
     members: Sequence[Any]

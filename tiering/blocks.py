@@ -11,10 +11,21 @@ class ArchivedBlocks:
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
+        # Packs never change.
+        self._sizes: dict[bytes, int] = {}
 
     def read_block(self, pack: bytes, offset: int, size: int, block_hash: bytes) -> bytes:
         name = pack_object_name(pack)
         with self._fetcher.query():
-            data = self._fetcher.read(name, self._fetcher.size_of(name), offset, offset + size)
+            pack_bytes = self._sizes.get(pack)
+            if pack_bytes is None:
+                pack_bytes = self._sizes[pack] = self._fetcher.size_of(name)
+            data = self._fetcher.read(name, pack_bytes, offset, min(offset + size, pack_bytes))
         self._fetcher.metrics.used(len(data))
         return data
+
+    def damaged(self, pack: bytes) -> str:
+        name = pack_object_name(pack)
+        if pack in self._sizes:
+            self._fetcher.forget(name, self._sizes[pack])
+        return self._fetcher.where(name)

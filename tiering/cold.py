@@ -132,6 +132,14 @@ class ColdLog:
         with self._fetcher.query():
             return seq_of(self._holding(segment_first).read(offset, offset + 8))
 
+    def place_of(self, seq: int) -> tuple[int, int] | None:
+        descriptor = self._catalogue.segment_of(seq)
+        if descriptor is None:
+            return None
+        with self._fetcher.query():
+            found = self.segment(descriptor).frame_of(seq)
+        return None if found is None else (descriptor.first, found[0])
+
     def _holding(self, segment_first: int) -> RemoteSegment:
         descriptor = self._catalogue.segment_of(segment_first)
         if descriptor is None or descriptor.first != segment_first:

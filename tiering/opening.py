@@ -73,7 +73,6 @@ class TierOptions:
                 batch_segments_max=shipping.batch_segments_max,
                 batch_bytes_max=shipping.batch_bytes_max,
                 uploads_at_once=shipping.uploads_at_once,
-                part_bytes=config.tier.part_bytes,
             ),
             retention=RetentionOptions(
                 check_interval_s=retention.check_interval_s,

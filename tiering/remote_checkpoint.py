@@ -7,7 +7,7 @@ hashes that lead to it from there; what is wrong is forgotten and fetched once m
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TypeVar
 
@@ -15,14 +15,17 @@ from lowwater.engine.blocks import HINT as REMOVE_HINT
 from lowwater.engine.blocks import hash_of
 from lowwater.engine.catalogue import CheckpointDescriptor
 from lowwater.engine.checkpoints import CheckpointRow, StoredCheckpoint
-from lowwater.engine.ckpt import Checkpoint, decode_named, name_of, pack_name
+from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_named, name_of, pack_name
 from lowwater.engine.content import Known
 from lowwater.engine.pages import encode_key, page_key
 from lowwater.errors import Corrupt
-from lowwater.tiering.fetcher import Fetcher
+from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 
 CHECKPOINTS_PREFIX = "checkpoints"
 PACKS_PREFIX = "data/packs"
+
+# What is read of lists at once, more or less.
+LOAD_BYTES = FETCH_BYTES // 2
 
 T = TypeVar("T")
 
@@ -31,6 +34,10 @@ _list_key = attrgetter("key")
 
 def _block_key(known: Known) -> bytes:
     return known.listed.key
+
+
+def _end_of(entry: ListEntry) -> int:
+    return entry.offset + entry.list_bytes + entry.locations_bytes
 
 
 class RemoteCheckpoint(StoredCheckpoint):
@@ -77,6 +84,23 @@ class RemoteCheckpoint(StoredCheckpoint):
         if pack not in self.index.packs:
             raise Corrupt("a checkpoint names a pack that it does not have", path=self.path, seq=self.seq)
         return f"{PACKS_PREFIX}/{pack_name(pack)}", self.index.packs[pack]
+
+    def blocks(self) -> Iterator[Known]:
+        """All of them, in order. Lists that lie behind one another come in one request."""
+        lists = self.index.lists
+        loaded: tuple[bytes, int] = (b"", 0)
+        for number, entry in enumerate(lists):
+            end = _end_of(entry)
+            if loaded[0] != entry.pack or end > loaded[1]:
+                until = end
+                for after in lists[number + 1 :]:
+                    if after.pack != entry.pack or after.offset != until or until - entry.offset > LOAD_BYTES:
+                        break
+                    until = _end_of(after)
+                name, pack_bytes = self._pack(entry.pack)
+                self._fetcher.load(name, pack_bytes, entry.offset, min(until, pack_bytes))
+                loaded = entry.pack, until
+            yield from self._twice(entry.pack, lambda entry=entry: self.blocks_of(entry))  # type: ignore[misc]
 
     def row(self, bucket: bytes, key: bytes) -> CheckpointRow | None:
         """The row of a key, by its list and its block: a request each, where they are not known."""

@@ -322,6 +322,13 @@ class RemoteSegment:
             return seq + 1 - descriptor.first  # seqs rise, and there is one for each frame
         return self.first_frame(seq_of, seq + 1, (descriptor.first, descriptor.last))[0]
 
+    def end_of(self, seq: int) -> int:
+        """Where the frames up to `seq` end."""
+        frame = self._frame_after(seq)
+        if frame == self.descriptor.frame_count:
+            return self.descriptor.body_bytes
+        return self._positions(frame, frame + 1)[0]
+
     def chunks_after(self, seq: int, seq_stop: int, reading: Reading) -> Iterator[Chunk]:
         """Chunks from the first frame above `seq` on, until one ends at `seq_stop` or above, or the segment
         ends."""

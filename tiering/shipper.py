@@ -68,7 +68,8 @@ class ShippingOptions:
     batch_segments_max: int = 100
     batch_bytes_max: int = 2**30
     uploads_at_once: int = 4
-    part_bytes: int = 8 * 2**20
+    # What is read and given to a store at once; the store makes its parts of that.
+    part_bytes: int = 2**20
     # Of the manifest that a restore began with, whose own entry its log lacks.
     follows: bytes = NO_HASH
 

@@ -3,13 +3,14 @@
 Always true:
   - every byte of the body is compared with the segment's hash, and of the footer with its own, before it goes
     out; where one does not match, no object appears;
-  - memory is two parts, whatever the segment's size, besides what the store takes for itself;
+  - memory is a few pieces, whatever the segment's size, besides what the store takes for itself;
   - an object that is there is kept. It counts only when its two ends say that it is this segment: another
     version of zstd may have compressed the same bytes differently.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -132,30 +133,24 @@ def _parts(
     """What goes out, and how much it is where that is known."""
     if segment.compression == Compression.NONE:
         return (file.read_at(start, part_bytes) for start in range(0, segment.size, part_bytes)), segment.size
-    parts = _joined(compressed_pieces(file), part_bytes)
-    first = next(parts)
-    second = next(parts, None)
-    if second is None:
-        return iter([first]), len(first)
-
-    def chain() -> Iterator[bytes]:
-        yield first
-        yield second
-        yield from parts
-
-    return chain(), None
-
-
-def _joined(pieces: Iterator[bytes], part_bytes: int) -> Iterator[bytes]:
-    """The same bytes in parts of a size."""
-    pending = bytearray()
+    # What is small goes out at once, and the store is told how much it is.
+    pieces = compressed_pieces(file)
+    begun: deque[bytes] = deque()
+    size = 0
     for piece in pieces:
-        pending += piece
-        while len(pending) >= part_bytes:
-            yield bytes(pending[:part_bytes])
-            del pending[:part_bytes]
-    if pending:
-        yield bytes(pending)
+        begun.append(piece)
+        size += len(piece)
+        if size > part_bytes:
+            break
+    else:
+        return iter(begun), size
+
+    def all_of_them() -> Iterator[bytes]:
+        while begun:
+            yield begun.popleft()
+        yield from pieces
+
+    return all_of_them(), None
 
 
 def find_segment(store: Store, segment: SegmentDescriptor) -> int | None:

@@ -37,9 +37,10 @@ from lowwater.engine.records import Head, Marks, Object, Page
 from lowwater.engine.session import Session
 from lowwater.engine.sessions import RequestId
 from lowwater.engine.transactions import Savepoint, Transaction
+from lowwater.recovery.opening import open_directory as open
+from lowwater.recovery.restore import Restored, restore
 from lowwater.tiering.checking import check
 from lowwater.tiering.opening import Engine
-from lowwater.tiering.opening import open_directory as open
 
 __version__ = version("lowwater")
 
@@ -68,6 +69,7 @@ __all__ = [
     "Put",
     "Refusal",
     "RequestId",
+    "Restored",
     "Savepoint",
     "Session",
     "Snapshot",
@@ -80,4 +82,5 @@ __all__ = [
     "errors",
     "open",
     "read_checkpoint",
+    "restore",
 ]

@@ -305,7 +305,7 @@ TIER_COUNTERS = {
 TIER_GAUGES = {
     "storage_s3_shipping_lag_bytes": "Bytes of log that are not in the store and recorded yet.",
     "storage_s3_shipping_lag_seconds": "How old the oldest entry of them is; 0 where there is none.",
-    "lowwater_uploader_memory_bytes": "Parts that are being uploaded now.",
+    "lowwater_uploader_memory_bytes": "What uploads hold for the store now.",
     "lowwater_shipping_alarm": "1 where something has to be repaired before shipping goes on.",
     "lowwater_shipping_failures": "Attempts that failed since the last one that did not.",
     "lowwater_disk_left_bytes": "What may be written before writes are refused.",
@@ -365,7 +365,9 @@ class TierMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, documentation in TIER_DURATIONS.items():
             yield self._durations[name].family(name, documentation)
-        yield self._chunks.family("lowwater_uploader_chunk_bytes", "Sizes of the parts that went out.")
+        yield self._chunks.family(
+            "lowwater_uploader_chunk_bytes", "Sizes of the pieces that were given to the store."
+        )
         for name, documentation in TIER_COUNTERS.items():
             yield CounterMetricFamily(name.removesuffix("_total"), documentation, value=self._counts[name])
         for name, documentation in TIER_GAUGES.items():

@@ -32,6 +32,7 @@ from lowwater.chaos.survival import SURVIVALS, Survival
 from lowwater.engine import away, flush, leaving, pages, replay, state, transactions
 from lowwater.engine.chain import create_entry
 from lowwater.engine.checkpoints import StoredCheckpoint
+from lowwater.engine.ckpt import pack_name
 from lowwater.engine.database import Database, EngineOptions
 from lowwater.engine.entries import Delete, Put, decode_body
 from lowwater.engine.log import Log, LogOptions, Seams
@@ -408,6 +409,9 @@ class Archive:
             raise NotFound("there is no such pack")
         self.reads += 1
         return self.packs[pack][offset : offset + size]
+
+    def damaged(self, pack: bytes) -> str:
+        return f"packs/{pack_name(pack)}"
 
 
 @dataclass

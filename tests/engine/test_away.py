@@ -333,9 +333,9 @@ def test_a_full_checkpoint_of_pages_that_left_is_the_one_of_pages_that_did_not(
 
 
 def lowwater_engine(directory: str, archive: Archive) -> Any:
-    import lowwater
+    from lowwater.engine.engine import Engine
 
-    return lowwater.Engine(directory, blocks=archive)
+    return Engine(directory, blocks=archive)
 
 
 # ---------------------------------------------------------------------------- an archive that is down

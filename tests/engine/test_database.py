@@ -820,7 +820,7 @@ class Disk:
         return open_with(
             "data",
             log_options=SMALL_SEGMENTS,
-            options=EngineOptions(pool_bytes_max=MIB, **options),
+            options=EngineOptions(pool_bytes_max=MIB, disk_reserve_bytes=0, **options),
             seams=Seams(files=self.files),
             store=self.pages,
         )
@@ -927,7 +927,9 @@ def test_a_real_full_disk_stops_writes_and_not_reads(tmp_path: Path) -> None:
         pytest.skip("mounting is not allowed here")
     try:
         db = open_with(
-            str(place / "data"), log_options=SMALL_SEGMENTS, options=EngineOptions(pool_bytes_max=MIB)
+            str(place / "data"),
+            log_options=SMALL_SEGMENTS,
+            options=EngineOptions(pool_bytes_max=MIB, disk_reserve_bytes=0),
         )
         db.create_bucket("b")
         written = {}

@@ -21,6 +21,7 @@ COMMANDS = {
     "scrub": "lowwater.cli.tier.scrub",
     "tier": "lowwater.cli.tier",
     "compact-local": "lowwater.cli.database.compact_local",
+    "restore": "lowwater.cli.restore",
     **{
         name: f"lowwater.cli.database.{name}"
         for name in ("check", "checkpoints", "get", "history", "ls", "pages", "put", "root")

@@ -13,10 +13,13 @@ from lowwater.config import Config
 from lowwater.engine.database import Database
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.opening import LOG_DIRECTORY
+from lowwater.engine.origin import read_origin
 from lowwater.engine.ownership import read_owner
 from lowwater.engine.reading import Reading
 from lowwater.engine.real import RealFiles
 from lowwater.errors import NotFound
+from lowwater.recovery.opening import open_to_read, with_origin
+from lowwater.tiering.open_store import open_store
 
 
 @contextmanager
@@ -36,6 +39,16 @@ def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> I
 @contextmanager
 def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
     """The same to read, also where an orchestrator feeds it: nothing is appended to a log that is fed."""
+    origin = read_origin(RealFiles(), path)
+    if origin is not None and not origin.is_clone and not origin.is_continued:
+        # To open it as a database is to go on with the archive, and to fence whoever writes there.
+        config = Config.load(ctx.find_root().obj)
+        if config.tier.store_uri() is None:
+            config = with_origin(config, origin)
+        end_on_sigterm(ctx)
+        with open_to_read(path, open_store(config=config.tier)) as core:
+            yield core
+        return
     directory = log_directory(ctx, path)
     with typed_errors(directory, "open the log"):
         owner = read_owner(RealFiles(), directory)

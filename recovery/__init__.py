@@ -1,0 +1,1 @@
+"""Lowwater's recovery: from the object store alone back to a database."""

@@ -1,0 +1,303 @@
+"""`lowwater.open` for directories that were restored, and for all others.
+
+Always true:
+  - what a restored directory lacks is read from the archive that it was made from. That is recorded there, so
+    nobody has to name it again, but for its credentials;
+  - a log that was restored to go on is in an epoch of its own before anything is appended: whoever went on
+    with the archive meanwhile is seen, and this one stops with `Fenced`;
+  - a clone writes nothing to the archive of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from lowwater.engine.catalogue import Catalogue, Fork, fork_entry
+from lowwater.engine.chain import seal_entry
+from lowwater.engine.checkpoints import Checkpoints
+from lowwater.engine.core import Core, EngineOptions, meta_of
+from lowwater.engine.database import Database
+from lowwater.engine.lmdb_store import LmdbPages
+from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.opening import LOG_DIRECTORY, PAGES_DIRECTORY, configured, open_with
+from lowwater.engine.origin import ORIGIN, Origin, read_origin, write_origin
+from lowwater.engine.pagestore import PageStore
+from lowwater.engine.reading import Reading
+from lowwater.engine.real import RealFiles
+from lowwater.engine.replay import Progress
+from lowwater.engine.tier import ShippingStatus
+from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError
+from lowwater.metrics import ColdMetrics
+from lowwater.recovery.warming import Warming
+from lowwater.tiering import opening
+from lowwater.tiering.archive import open_archive
+from lowwater.tiering.block_cache import BlockCache
+from lowwater.tiering.blocks import ArchivedBlocks
+from lowwater.tiering.cold import ColdLog
+from lowwater.tiering.fetcher import Fetcher
+from lowwater.tiering.names import segment_name
+from lowwater.tiering.opening import CACHE_DIRECTORY, TierOptions
+from lowwater.tiering.store import Store
+
+if TYPE_CHECKING:
+    from lowwater.config import Config
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+class ParentTier:
+    """Fulfils `Tier` for who only reads from an archive: what a clone, and a restore, has of its parent."""
+
+    def __init__(self, path: str, store: Store, seams: Seams, *, cache_bytes_max: int | None = None) -> None:
+        self._store = store
+        cache = None
+        if cache_bytes_max is not None:
+            cache = BlockCache(seams.files, f"{path}/{CACHE_DIRECTORY}", cache_bytes_max)
+        self.metrics = ColdMetrics()
+        self.fetcher = Fetcher(
+            store, clock=seams.clock, cache=cache, metrics=self.metrics, runner=seams.runner
+        )
+        self.blocks = ArchivedBlocks(self.fetcher)
+
+    def cold(self, catalogue: Catalogue) -> ColdLog:
+        return ColdLog(self.fetcher, catalogue, segment_name)
+
+    def ship(self, timeout_s: float | None) -> int:
+        raise self._ships_nowhere()
+
+    def status(self) -> ShippingStatus:
+        raise self._ships_nowhere()
+
+    def _ships_nowhere(self) -> InputError:
+        return InputError(
+            "a clone ships nothing: the archive that it was made from belongs to its parent",
+            path=self._store.uri,
+        )
+
+    def make_room(self) -> None:
+        """Nothing here is a copy of what the archive has, but for the cache, which is bounded."""
+
+    def stop(self) -> None:
+        self.fetcher.close()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+# ---------------------------------------------------------------------------- opening
+
+
+def open_directory(
+    directory: str | os.PathLike[str],
+    *,
+    tier: str | None = None,
+    config: ConfigSource | Config = None,
+    create: bool = True,
+    registry: CollectorRegistry | None = None,
+    progress: Progress | None = None,
+) -> Database:
+    """Open the database in `directory`, or make one there: `lowwater.open`.
+
+    `tier` is the URI of the object store that its history goes to, as `s3://bucket/prefix`; without it, what
+    the configuration says. `config` is a TOML file, a mapping or a `Config`; `create=False` refuses a
+    directory without a database. `progress` is told how far recovery is: (the seq applied, the last one).
+
+    A directory that was restored knows its archive: it goes on with it, or, as a clone, reads from it.
+    """
+    from lowwater.config import Config
+
+    loaded = Config.load(config)
+    settings = configured(directory, loaded)
+    origin = read_origin(RealFiles(), settings.path)
+    if origin is None:
+        return opening.open_directory(
+            directory, tier=tier, config=loaded, create=create, registry=registry, progress=progress
+        )
+    named = tier or loaded.tier.store_uri()
+    loaded = with_origin(loaded, origin) if named is None else loaded
+    stores = opening.open_stores(tier, loaded.tier)
+    try:
+        return open_restored(
+            settings.path,
+            origin,
+            stores,
+            TierOptions.from_config(loaded),
+            log_options=settings.log_options,
+            options=settings.options,
+            registry=registry,
+            progress=progress,
+        )
+    except LowwaterError as error:
+        if named is None and not error.hint:
+            error.hint = f"this directory was restored from {origin.uri}: name it with its options as tier="
+        raise
+
+
+def with_origin(config: Config, origin: Origin) -> Config:
+    """The configuration with the archive that a directory was restored from."""
+    recorded = {"uri": origin.uri, "options": dict(origin.options)}
+    return config.model_copy(update={"tier": config.tier.model_copy(update=recorded)})
+
+
+def open_restored(
+    path: str,
+    origin: Origin,
+    stores: list[Store],
+    tier_options: TierOptions | None = None,
+    *,
+    log_options: LogOptions | None = None,
+    options: EngineOptions | None = None,
+    seams: Seams | None = None,
+    store: PageStore | None = None,
+    registry: CollectorRegistry | None = None,
+    progress: Progress | None = None,
+) -> Database:
+    """The same with everything that a test, or a simulation, puts in its place. The stores are the database's
+    from now on."""
+    seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
+    tier_options = tier_options or TierOptions()
+    try:
+        if origin.is_clone:
+            if stores[0].uri != origin.uri:
+                raise InvalidConfig(
+                    f"this is a clone: it reads what it has not from {origin.uri}, and ships nowhere",
+                    path=path,
+                    hint="leave the tier out",
+                )
+        elif not origin.is_continued:
+            origin = go_on(path, origin, stores[0], seams=seams, log_options=log_options)
+    except BaseException:
+        for each in stores:
+            each.close()
+        raise
+    if not origin.is_clone:
+        database = opening.open_tiered(
+            path,
+            stores,
+            tier_options,
+            log_options=log_options,
+            options=options,
+            seams=seams,
+            store=store,
+            create=False,
+            registry=registry,
+            progress=progress,
+        )
+    else:
+        parent = ParentTier(path, stores[0], seams, cache_bytes_max=tier_options.cache_bytes_max)
+        try:
+            database = open_with(
+                path,
+                log_options=log_options,
+                options=options,
+                seams=seams,
+                store=store,
+                create=False,
+                registry=registry,
+                blocks=parent.blocks,
+                cold=parent.cold,
+                progress=progress,
+            )
+        except BaseException:
+            parent.stop()
+            parent.close()
+            raise
+        database.registry.register(parent.metrics)
+        database.attach_tier(parent)
+    warm(database, path, origin, seams)
+    return database
+
+
+def open_to_read(
+    path: str, store: Store, *, seams: Seams | None = None, pages: PageStore | None = None
+) -> Reading:
+    """What was restored, without going on with its log: nothing is appended to it."""
+    seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
+    parent = ParentTier(path, store, seams)
+    log = open_log(path, seams)
+    try:
+        opened = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}") if pages is None else pages
+        try:
+            meta = meta_of(log, opened)
+            assert meta is not None, "a log that was restored has its first entry, or pages"
+            core = Reading(
+                log,
+                opened,
+                meta,
+                seams=seams,
+                options=EngineOptions(),
+                checkpoints=Checkpoints(seams.files, path, owned=True),
+                blocks=parent.blocks,
+                cold=parent.cold,
+            )
+        except BaseException:
+            opened.close()
+            raise
+    except BaseException:
+        log.close()
+        raise
+    core.attach_tier(parent)
+    return core
+
+
+def warm(core: Core, path: str, origin: Origin, seams: Seams) -> None:
+    """Bring what is away, in the background, unless that has been done once."""
+    if origin.is_whole:
+        return
+
+    def ended() -> None:
+        write_origin(seams.files, path, ORIGIN, origin._replace(is_whole=True))
+
+    warming = Warming(core.leaving, core.registry, ended=ended)
+    task = seams.runner.start("restore-warming", warming.step)
+    core.before_close(task.stop)
+
+
+# ---------------------------------------------------------------------------- a line that goes on
+
+
+def go_on(
+    path: str,
+    origin: Origin,
+    store: Store,
+    *,
+    seams: Seams,
+    log_options: LogOptions | None = None,
+) -> Origin:
+    """Claim an epoch for a log that was restored, and append the `fork` that says so. Raises Fenced where the
+    archive has gone on since."""
+    with open_log(path, seams, log_options) as log:
+        if log.chain.epoch == origin.epoch:
+            try:
+                claim = open_archive(store, origin.parent_id).claim(
+                    Catalogue(),
+                    origin.epoch,
+                    token=seams.randomness.token,
+                    owner=seams.owner,
+                    follows=origin.parent_manifest,
+                )
+            except Fenced as error:
+                error.hint = "the archive has gone on since this was restored: restore again, or make a clone"
+                raise
+            append_fork(log, origin.cluster_id, claim.epoch, claim.parent_segment, claim.parent_manifest)
+    origin = origin._replace(is_continued=True)
+    write_origin(seams.files, path, ORIGIN, origin)
+    return origin
+
+
+def append_fork(
+    log: Log, cluster_id: bytes, epoch: int, parent_segment: bytes, parent_manifest: bytes
+) -> None:
+    chain = log.chain
+    entries = [seal_entry(chain.seq_first)] if chain.body_bytes else []
+    seq = chain.seq_last + len(entries)
+    fork = Fork(cluster_id, epoch, chain.epoch, seq, parent_segment, parent_manifest)
+    log.append(*entries, fork_entry(fork))
+
+
+def open_log(path: str, seams: Seams, log_options: LogOptions | None = None) -> Log:
+    return Log.open(f"{path}/{LOG_DIRECTORY}", options=log_options or LogOptions(), seams=seams, create=False)

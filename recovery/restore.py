@@ -1,0 +1,571 @@
+"""Restore: a directory made from an archive alone, as of its newest entry, a seq, or a time.
+
+Always true:
+  - nothing that was there is written over: the directory is new, or a restore of the very same began it;
+  - what is being made is noted durably before anything else, so it is gone on with, after whatever ended it;
+    one rename says that all of it is here, and until then nobody opens the directory;
+  - first come references to the pages of a checkpoint, then the log above it. What they lead to is read when
+    somebody asks for it, each block compared with the hash that leads to it, from the checkpoint's index on;
+  - the archive is not changed: whoever opens a directory that goes on claims an epoch then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.chain import CLUSTER_ID_BYTES
+from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.flush import META_KEY
+from lowwater.engine.install import install_references
+from lowwater.engine.lmdb_store import LmdbPages
+from lowwater.engine.log import Seams
+from lowwater.engine.opening import LOG_DIRECTORY, PAGES_DIRECTORY
+from lowwater.engine.origin import ORIGIN, RESTORING, TEMPORARY, Origin, read_origin, write_origin
+from lowwater.engine.pagestore import PageStore
+from lowwater.engine.real import RealFiles
+from lowwater.engine.references import REFERENCE_BYTES
+from lowwater.engine.seams import File, Files
+from lowwater.engine.wal import lock_directory
+from lowwater.errors import AlreadyExists, Corrupt, DirectoryLocked, InputError, InvalidConfig
+from lowwater.recovery import segments
+from lowwater.recovery.opening import append_fork, open_log, open_to_read
+from lowwater.recovery.point import (
+    Moment,
+    Point,
+    Reached,
+    catalogue_as_of,
+    creation_in,
+    parent_segment,
+    point_of,
+    reach,
+    seq_of,
+    shown_time,
+)
+from lowwater.recovery.warming import Warming
+from lowwater.tiering.archive import open_archive
+from lowwater.tiering.blocks import ArchivedBlocks
+from lowwater.tiering.fetcher import Fetcher
+from lowwater.tiering.open_store import open_store
+from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
+from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store_uri import parse_uri
+
+if TYPE_CHECKING:
+    from lowwater.config import Config, TierConfig
+
+AFTER_NOTE = Failpoint("restore.after_note")
+BEFORE_PAGES = Failpoint("restore.before_pages")
+AFTER_PAGES = Failpoint("restore.after_pages")
+BEFORE_FORK = Failpoint("restore.before_fork")
+BEFORE_END = Failpoint("restore.before_end")
+
+# Options of a store that say where it is, and no more.
+PLACE_OPTIONS = frozenset({"endpoint", "region", "enable_virtual_host_style"})
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+
+class Plan(NamedTuple):
+    """What a restore would do. `objects`, `bytes` and `requests` are what comes before it can be read, and
+    `full_bytes` all that there is to fetch. Bytes are those of raw segments: most are stored in fewer."""
+
+    uri: str
+    seq: int
+    epoch: int
+    checkpoint_seq: int
+    log_from: int
+    log_segments: int
+    objects: int
+    bytes: int
+    requests: int
+    full_objects: int
+    full_bytes: int
+    seq_last: int
+    missing: str
+
+
+class Restored(NamedTuple):
+    """What a restore has made. `root` is the fingerprint of the content, known where all of it is here, or
+    where it is as of a checkpoint."""
+
+    uri: str
+    path: str
+    cluster_id: bytes
+    is_clone: bool
+    epoch: int
+    seq: int
+    time_us: int
+    checkpoint_seq: int
+    root: str | None
+    pages_away: int
+    was_resumed: bool
+    bytes: int
+    requests: int
+    missing: str
+
+
+def _nobody(_what: str, _done: int, _total: int) -> None:
+    """Nobody looks."""
+
+
+def restore(
+    tier: str,
+    to: str | os.PathLike[str],
+    at: Moment = None,
+    *,
+    clone: bool = False,
+    full: bool = False,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    progress: Progress | None = None,
+) -> Restored:
+    """Make a database in the directory `to` from the archive at `tier`, and return what was done.
+
+    Without `at` it is as of the newest entry that was shipped, and goes on with the archive: opening it
+    claims that, and whoever wrote there before is fenced. With `at`, a seq or a time, or as a `clone`, it is
+    a database of its own, and the archive stays as it is. `full` waits until all of it is here, and verified;
+    else it can be opened at once, and reads what it lacks from the archive. `to` has to be new; a restore
+    that was stopped goes on when it is called again. `progress` is told what is done.
+    """
+    store, options, path = _given(tier, to, config)
+    try:
+        return restore_with(
+            store, path, at, options=options, clone=clone, full=full, progress=progress or _nobody
+        )
+    finally:
+        store.close()
+
+
+def plan(
+    tier: str,
+    at: Moment = None,
+    *,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+) -> Plan:
+    """What `restore` would fetch. It reads manifests, the ends of segments that are in none yet, and the
+    index of a checkpoint; nothing is written."""
+    store, _, _ = _given(tier, ".", config)
+    try:
+        return plan_with(store, at, seams=_real_seams())
+    finally:
+        store.close()
+
+
+def _given(
+    tier: str,
+    to: str | os.PathLike[str],
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+) -> tuple[Store, dict[str, str], str]:
+    from lowwater.config import Config
+
+    path = os.fspath(to) if isinstance(to, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InputError(f"{to!r:.80} is no directory", hint="give the path of a directory as text")
+    if not isinstance(tier, str | os.PathLike) or not tier:
+        raise InvalidConfig(f"the tier is {tier!r:.80}", hint="give a URI, as s3://bucket/prefix")
+    loaded: TierConfig = Config.load(config).tier
+    uri = os.fspath(tier)
+    given = dict(loaded.options) if uri == loaded.store_uri() else {}
+    place = parse_uri(uri, given)
+    shown = {name: value for name, value in place.options.items() if name in PLACE_OPTIONS}
+    return open_store(uri, options=given, config=loaded, read_only=True), shown, path
+
+
+def _real_seams() -> Seams:
+    return Seams(files=RealFiles(), owner=f"restore, process {os.getpid()}")
+
+
+# ---------------------------------------------------------------------------- what there is
+
+
+def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
+    archive = open_archive(store)
+    fetcher = Fetcher(store, clock=seams.clock)
+    reached = reach(archive)
+    point = point_of(reached, fetcher, seq_of(reached, fetcher, store.uri, at))
+    log_bytes = sum(each.size for each in point.segments)
+    objects, early_bytes = len(point.segments) + 1, log_bytes
+    full_objects, full_bytes = objects, early_bytes
+    if point.checkpoint is not None:
+        index = RemoteCheckpoint(fetcher, point.checkpoint).index
+        lists_bytes = sum(each.list_bytes + each.locations_bytes for each in index.lists)
+        list_packs = {each.pack for each in index.lists}
+        objects += 1 + len(list_packs)
+        early_bytes += point.checkpoint.size + lists_bytes
+        full_objects += 1 + len(index.packs)
+        full_bytes += point.checkpoint.size + sum(index.packs.values())
+    return Plan(
+        uri=store.uri,
+        seq=point.seq,
+        epoch=reached.epoch,
+        checkpoint_seq=0 if point.checkpoint is None else point.checkpoint.seq,
+        log_from=point.segments[0].first,
+        log_segments=len(point.segments),
+        objects=objects,
+        bytes=early_bytes,
+        requests=2 * objects,
+        full_objects=full_objects,
+        full_bytes=full_bytes,
+        seq_last=reached.seq_last,
+        missing=_missing(reached, point.seq),
+    )
+
+
+def _missing(reached: Reached, seq: int) -> str:
+    """What a person has to know of the entries that are not there."""
+    last = reached.all.segments.last
+    assert last is not None
+    until = f"The archive ends with seq {last.last}, of {shown_time(last.time_max_us)}"
+    beyond = len(reached.all.segments) - len(reached.recorded.segments)
+    if beyond:
+        until += f", {beyond} segments beyond its newest manifest"
+    if seq < last.last:
+        return f"{until}: what lies between was left out, as asked."
+    return f"{until}: what was written after that was not shipped, and how much it was is not known here."
+
+
+class _Counting:
+    """A store that counts what it is asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.uri = store.uri
+        self.requests = self.bytes = 0
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        data = self._store.read(name, start, end)
+        self.requests += 1
+        self.bytes += len(data)
+        return data
+
+    def stat(self, name: str) -> Found:
+        self.requests += 1
+        return self._store.stat(name)
+
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+        self.requests += 1
+        return self._store.list(prefix, start_after)
+
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        raise AssertionError("a restore does not change the archive")
+
+    def delete(self, name: str) -> None:
+        raise AssertionError("a restore does not change the archive")
+
+    def close(self) -> None:
+        """Whose the store is closes it."""
+
+
+# ---------------------------------------------------------------------------- making it
+
+
+def restore_with(
+    store: Store,
+    path: str,
+    at: Moment = None,
+    *,
+    options: Mapping[str, str] | None = None,
+    clone: bool = False,
+    full: bool = False,
+    progress: Progress = _nobody,
+    seams: Seams | None = None,
+    pages: PageStore | None = None,
+) -> Restored:
+    """The same with everything that a test, or a simulation, puts in its place. The store stays the
+    caller's."""
+    return _Restore(store, path, options or {}, seams or _real_seams(), pages, progress).run(
+        at, clone=clone or at is not None, full=full
+    )
+
+
+class _Restore:
+    def __init__(
+        self,
+        store: Store,
+        path: str,
+        options: Mapping[str, str],
+        seams: Seams,
+        pages: PageStore | None,
+        progress: Progress,
+    ) -> None:
+        self._store = _Counting(store)
+        self._path = path
+        self._log_directory = f"{path}/{LOG_DIRECTORY}"
+        self._options = options
+        self._seams = seams
+        self._files: Files = seams.files
+        self._pages = pages
+        self._progress = progress
+
+    def run(self, at: Moment, *, clone: bool, full: bool) -> Restored:
+        archive = open_archive(self._store)
+        fetcher = Fetcher(self._store, clock=self._seams.clock)
+        reached = reach(archive)
+        wanted = seq_of(reached, fetcher, self._store.uri, at)
+        lock = self._take()
+        try:
+            begun = read_origin(self._files, self._path, RESTORING)
+            if begun is not None:
+                self._require_same(begun, archive.cluster_id, at, wanted, clone=clone)
+                wanted = begun.wanted_seq
+            point = point_of(reached, fetcher, wanted)
+            origin = begun
+            if origin is None:
+                origin = self._origin(archive.cluster_id, reached, point, clone=clone)
+                write_origin(self._files, self._path, RESTORING, origin)
+            AFTER_NOTE()
+            away = 0 if point.checkpoint is None else self._install(reached, fetcher, point)
+            self._fetch_log(fetcher, point)
+        finally:
+            lock.close()
+        origin, time_us = self._end_log(origin)
+        root = self._root_of(point, origin.seq)
+        if full:
+            root, away = self._bring_all(reached, origin, point, root), 0
+        self._end()
+        return Restored(
+            uri=self._store.uri,
+            path=self._path,
+            cluster_id=origin.cluster_id,
+            is_clone=origin.is_clone,
+            epoch=origin.epoch,
+            seq=origin.seq,
+            time_us=time_us,
+            checkpoint_seq=origin.checkpoint_seq,
+            root=root,
+            pages_away=away,
+            was_resumed=begun is not None,
+            bytes=self._store.bytes,
+            requests=self._store.requests,
+            missing=_missing(reached, wanted),
+        )
+
+    # ------------------------------------------------------------------ the directory
+
+    def _take(self) -> File:
+        """Be the only one who makes something there."""
+        files, path = self._files, self._path
+        with typed_errors(path, "restore into this directory"):
+            files.make_directory(path)
+            self._require_ours(files.list(path))
+            files.make_directory(self._log_directory)
+            try:
+                lock = lock_directory(files, self._log_directory, self._seams.owner)
+            except DirectoryLocked as error:
+                raise DirectoryLocked(
+                    f"somebody else works in this directory: {error.message}",
+                    path=path,
+                    hint="wait for its end, or restore into another directory",
+                ) from error
+            try:
+                self._require_ours(files.list(path))
+                segments.begin(files, self._log_directory)
+            except BaseException:
+                lock.close()
+                raise
+        return lock
+
+    def _require_ours(self, names: list[str]) -> None:
+        """That the directory is new, or a restore has begun it."""
+        if RESTORING in names:
+            return
+        if ORIGIN in names:
+            raise AlreadyExists(
+                "this directory was restored before, and is a database now",
+                path=self._path,
+                hint="open it, or restore into a new directory",
+            )
+        others = set(names) - {LOG_DIRECTORY, TEMPORARY}
+        if LOG_DIRECTORY in names:
+            others |= set(self._files.list(self._log_directory)) - {LOCK}
+        if others:
+            raise AlreadyExists(
+                f"there is something in this directory already: {min(others)}",
+                path=self._path,
+                hint="restore into a new directory: nothing is ever written over",
+            )
+
+    def _require_same(self, begun: Origin, parent_id: bytes, at: Moment, wanted: int, *, clone: bool) -> None:
+        expected = begun._replace(wanted_seq=wanted if at is not None else begun.wanted_seq)
+        is_same = (
+            begun.uri == self._store.uri
+            and begun.parent_id == parent_id
+            and begun.is_clone == clone
+            and begun.is_same(expected)
+        )
+        if not is_same:
+            raise AlreadyExists(
+                f"a restore of {begun.uri} to seq {begun.wanted_seq} was begun here, and has not ended",
+                path=self._path,
+                hint="run that again, or restore into a new directory",
+            )
+
+    def _origin(self, parent_id: bytes, reached: Reached, point: Point, *, clone: bool) -> Origin:
+        checkpoint = point.checkpoint
+        return Origin(
+            uri=self._store.uri,
+            options=dict(self._options),
+            parent_id=parent_id,
+            cluster_id=self._seams.randomness.token(CLUSTER_ID_BYTES) if clone else parent_id,
+            epoch=reached.epoch,
+            wanted_seq=point.seq,
+            seq=point.seq,
+            checkpoint_seq=0 if checkpoint is None else checkpoint.seq,
+            checkpoint_hash=NO_HASH if checkpoint is None else checkpoint.hash,
+            parent_manifest=NO_HASH if reached.manifest is None else reached.manifest.hash,
+            parent_segment=parent_segment(reached),
+        )
+
+    # ------------------------------------------------------------------ pages
+
+    def _install(self, reached: Reached, fetcher: Fetcher, point: Point) -> int:
+        """References to the blocks of the checkpoint, where they are not there yet: how many there are."""
+        assert point.checkpoint is not None
+        BEFORE_PAGES()
+        pages = self._open_pages()
+        try:
+            if META_KEY in pages.read_meta():
+                return sum(size == REFERENCE_BYTES for _, size in pages.page_sizes())
+            remote = RemoteCheckpoint(fetcher, point.checkpoint)
+            catalogue = catalogue_as_of(reached.recorded, point.checkpoint.seq)
+            if catalogue and remote.index.control_body.get("catalogue") != catalogue.body():
+                raise Corrupt(
+                    "the checkpoint and the manifest do not agree on what was shipped by then",
+                    path=remote.path,
+                    seq=point.checkpoint.seq,
+                )
+            creation = creation_in(reached, fetcher)
+            settings = creation.settings
+            assert settings.page_keys is not None
+            assert settings.inline_bytes_max is not None
+            total = remote.index.block_count
+
+            def counted() -> Iterator[Any]:
+                for number, block in enumerate(remote.blocks(), 1):
+                    if number % 1024 == 0 or number == total:
+                        self._progress("references", number, total)
+                    yield block
+
+            count = install_references(
+                pages,
+                remote.index,
+                counted(),
+                ArchivedBlocks(fetcher),
+                salt=creation.salt,
+                page_keys=settings.page_keys,
+                inline_bytes_max=settings.inline_bytes_max,
+                rows=catalogue.freeze(),
+            )
+        finally:
+            self._close_pages(pages)
+        AFTER_PAGES()
+        return count
+
+    def _open_pages(self) -> PageStore:
+        if self._pages is not None:
+            return self._pages
+        return LmdbPages.open(f"{self._path}/{PAGES_DIRECTORY}")
+
+    def _close_pages(self, pages: PageStore) -> None:
+        if self._pages is None:
+            pages.close()
+
+    # ------------------------------------------------------------------ the log
+
+    def _fetch_log(self, fetcher: Fetcher, point: Point) -> None:
+        """What lies in the log directory is whole, and in order, whenever this ends: the first comes last."""
+        done = 0
+        total = sum(each.size for each in point.segments)
+
+        def passing(size: int) -> None:
+            nonlocal done
+            done += size
+            self._progress("log", min(done, total), total)
+
+        whole = [each for each in point.segments if each.last <= point.seq]
+        cut_off = [each for each in point.segments if each.last > point.seq]
+        for segment in whole:
+            segments.fetch(self._store, self._files, self._log_directory, segment, passing)
+        for segment in cut_off:
+            has_begun = segments.fetch_beginning(
+                fetcher, self._files, self._log_directory, segment, point.seq, passing
+            )
+            if not has_begun and not whole and point.before is not None:
+                segments.fetch(self._store, self._files, self._log_directory, point.before, passing)
+
+    def _end_log(self, origin: Origin) -> tuple[Origin, int]:
+        """Have the log end where it has to: with which entry of the archive, and its time. A clone goes on
+        above it as a cluster of its own."""
+        with open_log(self._path, self._seams) as log:
+            chain = log.chain
+            if origin.is_clone and chain.cluster_id == origin.cluster_id:
+                return origin, next(log.read(origin.seq)).time_us
+            if chain.seq_last != origin.seq:
+                origin = origin._replace(seq=chain.seq_last)
+                write_origin(self._files, self._path, RESTORING, origin)
+            if origin.is_clone:
+                BEFORE_FORK()
+                append_fork(
+                    log, origin.cluster_id, chain.epoch + 1, origin.parent_segment, origin.parent_manifest
+                )
+            return origin, chain.time_us
+
+    def _end(self) -> None:
+        """Say that all is here."""
+        BEFORE_END()
+        with typed_errors(self._path, "end the restore"):
+            self._files.rename(f"{self._path}/{RESTORING}", f"{self._path}/{ORIGIN}")
+            self._files.sync_directory(self._path)
+
+    # ------------------------------------------------------------------ what was made
+
+    def _root_of(self, point: Point, seq: int) -> str | None:
+        """The root that the archive knows of this very seq."""
+        checkpoint = point.checkpoint
+        return checkpoint.root.hex() if checkpoint is not None and checkpoint.seq == seq else None
+
+    def _bring_all(self, reached: Reached, origin: Origin, point: Point, archive_root: str | None) -> str:
+        """Have all of it here, and compare: the root."""
+        core = open_to_read(self._path, self._store, seams=self._seams, pages=self._pages)
+        try:
+            warming = Warming(core.leaving, core.registry)
+            while warming.advance():
+                self._progress("pages", warming.done, warming.total)
+            core.flush()
+            root = core.root()
+            oldest = core.leaving.oldest_segment()
+        finally:
+            core.close()
+        if archive_root is not None and root != archive_root:
+            raise Corrupt(
+                f"what was restored has the root {root}, and the archive says {archive_root}",
+                path=self._path,
+                seq=origin.seq,
+            )
+        if oldest is not None:
+            self._fetch_values(reached, point, oldest)
+        write_origin(self._files, self._path, RESTORING, origin._replace(is_whole=True))
+        return root
+
+    def _fetch_values(self, reached: Reached, point: Point, oldest: int) -> None:
+        """Large values lie in the log: have it here from the first of them on. The newest segments come
+        first, so that it has no gap, whenever this ends."""
+        lock = self._take()
+        try:
+            first = point.segments[0].first
+            older = [each for each in reached.all.segments_from(oldest) if each.first < first]
+            total, done = sum(each.size for each in older), 0
+
+            def passing(size: int) -> None:
+                nonlocal done
+                done += size
+                self._progress("values", min(done, total), total)
+
+            for segment in reversed(older):
+                segments.fetch(self._store, self._files, self._log_directory, segment, passing)
+        finally:
+            lock.close()

@@ -1,0 +1,142 @@
+"""Segments of an archive, brought into a log directory.
+
+Always true: a file under its final name is whole, verified and durable, so what is there need not be fetched
+again. A segment whose end lies above the point becomes the segment that is being written, without its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowwater.engine import format
+from lowwater.engine.catalogue import SegmentDescriptor
+from lowwater.engine.directory import CURRENT, read_names, read_sealed, segment_name, typed_errors
+from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.format import SegmentHeader
+from lowwater.engine.scan import scan_frames
+from lowwater.engine.seams import Files, write_all
+from lowwater.errors import Corrupt, DataError, NotFound
+from lowwater.tiering import names
+from lowwater.tiering.fetcher import HINT, Fetcher
+from lowwater.tiering.remote_segment import RemoteSegment
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verify import ObjectFile, open_segment, verify_segment
+
+TEMPORARY = ".tmp"
+READ_BYTES = 2**22
+
+BEFORE_SEGMENT = Failpoint("restore.before_segment")
+AFTER_SEGMENT = Failpoint("restore.after_segment")
+
+Passing = Callable[[int], None]
+"""Told how many bytes came."""
+
+
+def begin(files: Files, directory: str) -> None:
+    """Remove what a crash has left half written."""
+    with typed_errors(directory, "restore the log"):
+        for name in files.list(directory):
+            if name.endswith(TEMPORARY):
+                files.remove(f"{directory}/{name}")
+
+
+def fetch(store: Store, files: Files, directory: str, segment: SegmentDescriptor, passing: Passing) -> None:
+    """Have a whole segment in the log directory."""
+    BEFORE_SEGMENT()
+    path = f"{directory}/{segment_name(segment.first, segment.last)}"
+    name = names.segment_name(segment)
+    with typed_errors(path, "restore a segment"):
+        if _is_here(files, directory, path, segment):
+            passing(segment.size)
+            return
+        temporary = path + TEMPORARY
+        for is_last in (False, True):
+            try:
+                _copy(store, files, name, temporary, segment, passing)
+                break
+            except NotFound as error:
+                raise Corrupt("a segment is not in the store", path=at(store.uri, name), hint=HINT) from error
+            except DataError as error:
+                # Damage on the way heals, damage in the store does not.
+                begin(files, directory)
+                if is_last:
+                    error.path, error.hint = at(store.uri, name), HINT
+                    raise
+        files.rename(temporary, path)
+        files.sync_directory(directory)
+    AFTER_SEGMENT()
+
+
+def _is_here(files: Files, directory: str, path: str, segment: SegmentDescriptor) -> bool:
+    if path.rpartition("/")[2] not in files.list(directory):
+        return False
+    _, trailer = read_sealed(files, path)
+    if trailer.segment_hash != segment.hash:
+        raise Corrupt("another segment of this name is here", path=path, hint="restore into a new directory")
+    return True
+
+
+def _copy(
+    store: Store, files: Files, name: str, path: str, segment: SegmentDescriptor, passing: Passing
+) -> None:
+    source = open_segment(ObjectFile(store, name))
+    if source.size() != segment.size:
+        raise Corrupt(f"the segment has {source.size():,} bytes instead of {segment.size:,}")
+    file = files.open(path, create=True)
+    try:
+        for start in range(0, segment.size, READ_BYTES):
+            data = source.read_at(start, min(READ_BYTES, segment.size - start))
+            if not data:
+                raise Corrupt("the object ends before the segment does", offset=start)
+            write_all(file, start, [data])
+            passing(len(data))
+        found = names.parse(name)
+        assert found is not None
+        if verify_segment(found, file)._replace(recorded_seq=0) != segment._replace(recorded_seq=0):
+            raise Corrupt("the segment is another one than the catalogue has")
+        file.sync("fsync")
+    finally:
+        file.close()
+
+
+def fetch_beginning(
+    fetcher: Fetcher, files: Files, directory: str, segment: SegmentDescriptor, seq: int, passing: Passing
+) -> bool:
+    """Have the frames of a segment up to `seq` as the segment that is being written. False where not one
+    counts: all of them are of a group that goes on above."""
+    BEFORE_SEGMENT()
+    path = f"{directory}/{CURRENT}"
+    with typed_errors(path, "restore a segment"):
+        names_here = read_names(files, directory)
+        if names_here.has_current or any(first == segment.first for first, *_ in names_here.numbered):
+            return True  # perhaps sealed already: a clone goes on in a segment of its own
+        remote = RemoteSegment(fetcher, names.segment_name(segment), segment)
+        end = remote.end_of(seq)
+        if end <= format.HEADER_BYTES:
+            return False
+        temporary = path + TEMPORARY
+        file = files.open(temporary, create=True)
+        try:
+            for start in range(0, end, READ_BYTES):
+                data = remote.read(start, min(start + READ_BYTES, end))
+                write_all(file, start, [data])
+                passing(len(data))
+            header = SegmentHeader.decode(file.read_at(0, format.HEADER_BYTES))
+            scan = scan_frames(file, header, stop=end)
+            if not scan.positions:
+                files.remove(temporary)
+                return False
+            if scan.chain.seq_last < seq and scan.problem not in (None, "a group is not complete"):
+                raise Corrupt(
+                    f"{scan.problem}, and its block has the right hash",
+                    path=fetcher.where(remote.name),
+                    offset=scan.problem_offset,
+                )
+            file.truncate(scan.end)
+            file.sync("fsync")
+        finally:
+            file.close()
+        files.rename(temporary, path)
+        files.sync_directory(directory)
+    AFTER_SEGMENT()
+    return True
