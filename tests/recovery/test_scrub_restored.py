@@ -23,10 +23,16 @@ def gone_on() -> MemoryObjects:
     """Restored twice, each with a checkpoint of its own, while the first one still ships and is fenced."""
     objects = MemoryObjects()
     db, place = shipped(objects)
+    # Many segments at once: a restored log lacks the entries of all of them, and gives their seqs to its own.
+    for number in range(150):
+        db.put("b", f"wide {number}", b"w" * 1000)
+    ship(db, place)
     for number in range(2):
         again = Restoring(objects, number + 1)
         again.restore()
         other = again.open()
+        other.put("b", "first", b"f")
+        ship(other, again.place)
         for key in range(40):
             other.put("b", f"line {number} {key}", b"n" * (10 if key % 9 else 1000))
         checkpoint(other, again.place, MemoryStore(objects=objects))
