@@ -39,6 +39,7 @@ from lowwater.tiering.names import (
     wal_prefix,
 )
 from lowwater.tiering.objects import (
+    HINT,
     EpochClaim,
     Manifest,
     decode_cluster,
@@ -115,7 +116,14 @@ class Archive:
         return catalogue
 
     def _read_chunk(self, chunk_hash: bytes) -> bytes:
-        return self.store.read(chunk_name(chunk_hash))
+        name = chunk_name(chunk_hash)
+        try:
+            return self.store.read(name)
+        except NotFound:
+            # No wrong call, as a missing archive is: a manifest is written after what it reaches.
+            raise Corrupt(
+                "a part of the catalogue is gone", path=at(self.store.uri, name), hint=HINT
+            ) from None
 
     def segments_after(self, manifest: Manifest | None, catalogue: Catalogue) -> Iterator[SegmentDescriptor]:
         """The segments that follow those of the newest manifest, in its epoch, as far as one follows another:
