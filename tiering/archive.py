@@ -39,6 +39,7 @@ from lowwater.tiering.names import (
     wal_prefix,
 )
 from lowwater.tiering.objects import (
+    HINT,
     EpochClaim,
     Manifest,
     decode_cluster,
@@ -115,7 +116,14 @@ class Archive:
         return catalogue
 
     def _read_chunk(self, chunk_hash: bytes) -> bytes:
-        return self.store.read(chunk_name(chunk_hash))
+        name = chunk_name(chunk_hash)
+        try:
+            return self.store.read(name)
+        except NotFound:
+            # No wrong call, as a missing archive is: a manifest is written after what it reaches.
+            raise Corrupt(
+                "a part of the catalogue is gone", path=at(self.store.uri, name), hint=HINT
+            ) from None
 
     def segments_after(self, manifest: Manifest | None, catalogue: Catalogue) -> Iterator[SegmentDescriptor]:
         """The segments that follow those of the newest manifest, in its epoch, as far as one follows another:
@@ -247,8 +255,8 @@ class Archive:
 
 
 def seq_published(catalogue: Catalogue, newest: Manifest) -> int:
-    """The entry up to which all of this log's have their manifests, where `newest` is of its past. A log
-    that was restored has lost its parent's last ones, and goes on below: all after its fork are its own."""
+    """The entry up to which all of this log's have their manifests, where `newest` is of its past. A log that
+    was restored has lost its parent's last ones, and goes on below them: what follows its fork is its own."""
     forks = (fork.recorded_seq for fork in catalogue.forks if fork.epoch > newest.epoch)
     return min(newest.seq, next(forks, newest.seq))
 

@@ -19,7 +19,7 @@ from lowwater.engine.seams import File
 from lowwater.errors import Corrupt, NotFound
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.names import WAL, segment_name
-from lowwater.tiering.scrub import HINTS
+from lowwater.tiering.remedies import HINTS
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.verify import ObjectFile, open_segment
 

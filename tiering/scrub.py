@@ -3,7 +3,7 @@
 Always true:
   - only the store is asked, and nothing in it is changed; what a shipper writes meanwhile is no finding;
   - what is expected follows from the newest manifest (`reached.py`). An object that nothing reaches is a
-    note, never an error (`unreached.py`): an upload that was not finished, or what a fenced line left;
+    note, never an error (`remedies.py`): an upload that was not finished, or what a fenced line left;
   - it goes on after a finding as far as it can, and each finding names its object and says what to do;
   - memory: the names of all objects, and of each one under way what its verifier takes.
 
@@ -13,7 +13,6 @@ byte of every object is verified, and the blocks of checkpoints are looked at as
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor  # noqa: TID251 — the caller waits for all of it
@@ -24,7 +23,7 @@ from lowwater.engine.catalogue import CheckpointDescriptor, Fork, SegmentDescrip
 from lowwater.engine.check import Finding, Progress, Step
 from lowwater.engine.ckpt import Checkpoint, decode_checkpoint
 from lowwater.engine.format import HEADER_BYTES, SegmentHeader
-from lowwater.errors import Closed, Corrupt, LowwaterError, NotFound
+from lowwater.errors import Corrupt, LowwaterError, NotFound
 from lowwater.tiering.archive import Archive
 from lowwater.tiering.names import (
     CLUSTER,
@@ -40,9 +39,9 @@ from lowwater.tiering.names import (
 )
 from lowwater.tiering.objects import Manifest, decode_cluster, decode_epoch, decode_manifest
 from lowwater.tiering.reached import WRONG, Line, catalogue_objects, follows, read_line
+from lowwater.tiering.remedies import HINTS, UNUSED, why_unreached
 from lowwater.tiering.scrub_checkpoints import CheckpointChecker
-from lowwater.tiering.store import Found, Store, at
-from lowwater.tiering.unreached import UNUSED, why_unreached
+from lowwater.tiering.store import Store, at
 from lowwater.tiering.verify import (
     ObjectEnds,
     ObjectFile,
@@ -51,22 +50,10 @@ from lowwater.tiering.verify import (
     verify_object,
     verify_segment,
 )
+from lowwater.tiering.watched_store import WatchedStore
 
 AT_ONCE = 16
 AT_ONCE_DEEP = 4
-
-_COPY = "restore it from another copy of the archive, or from an older version that the store has kept"
-_LOCAL = "copy it from the data directory of a node that still has it"
-# What to do where an object of this type is gone.
-HINTS: dict[Type, str] = {
-    "cluster": "the next database that ships here writes it again",
-    "epoch": f"{_COPY}; until then open no second database on this archive",
-    "segment": f"{_LOCAL}, `wal/segment-….log` of the same seqs, to this name; or {_COPY}",
-    "manifest": _COPY,
-    "chunk": _COPY,
-    "checkpoint": f"{_LOCAL}, from `checkpoints/`; or {_COPY}; another checkpoint and the log replace it",
-    "pack": f"{_LOCAL}, from `packs/`; or {_COPY}; a checkpoint without it and the log replace it",
-}
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,40 +71,6 @@ class _Segment(NamedTuple):
     before: Before | None
 
 
-class _Counting:
-    """The store, as it is read here: it counts, and says no when nobody waits for the answer any more."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.uri = store.uri
-        self.bytes = self.requests = 0
-        self.stopped = False
-        self._lock = threading.Lock()
-
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        if self.stopped:
-            raise Closed("the scrub was stopped")
-        data = self._store.read(name, start, end)
-        with self._lock:
-            self.bytes += len(data)
-            self.requests += 1
-        return data
-
-    def stat(self, name: str) -> Found:
-        return self._store.stat(name)
-
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
-        return self._store.list(prefix, start_after)
-
-    def write(self, *_: object, **__: object) -> bool:
-        raise AssertionError("a scrub writes nothing")
-
-    def delete(self, name: str) -> None:
-        raise AssertionError("a scrub removes nothing")
-
-    def close(self) -> None: ...
-
-
 class Scrub:
     """One look at an archive. `steps` does it; the other attributes say what it found out by the way."""
 
@@ -133,7 +86,7 @@ class Scrub:
         seq among them, and the manifests of entries among them. `at_once` objects are looked at together:
         with 1 there is no thread. It lists the store; NotFound where there is nothing of an archive."""
         self.deep = deep
-        self._store = _Counting(store)
+        self._store = WatchedStore(store)
         self._seqs = seqs
         self._at_once = at_once or (AT_ONCE_DEEP if deep else AT_ONCE)
         # Before the list: what this manifest reaches was there before it, and so is in the list.

@@ -234,6 +234,23 @@ def test_verify_takes_an_object_or_a_range(folder: str) -> None:
     assert run("tier", "verify", folder, "--from", str(seqs.seq_last + 1)).exit_code == 0
 
 
+def test_a_catalogue_that_is_not_whole_is_damage_and_no_wrong_call(tmp_path: Path) -> None:
+    """The other commands cannot go on without it, and send to the one that can."""
+    path = str(tmp_path / "archive")
+    store = open_store(path)
+    for name, data in whole_archive().data.items():
+        if not name.startswith(names.CHUNKS):
+            store.write(name, [data], size=len(data))
+    for command in (["tier", "status"], ["log", "verify"]):
+        result = run(*command, path, "--json")
+        assert result.exit_code == 65
+        error = json.loads(result.stderr)
+        assert names.CHUNKS in error["path"]
+        assert "lowwater scrub" in error["hint"]
+    assert run("scrub", path).exit_code == 65
+    store.close()
+
+
 # ---------------------------------------------------------------------------- check
 
 

@@ -28,7 +28,9 @@ from lowwater.tiering import names, reached, scrub_checkpoints
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.objects import Manifest, encode_cluster
+from lowwater.tiering.open_store import open_store
 from lowwater.tiering.scrub import Scrub
+from lowwater.tiering.testing.s3_server import S3Server
 
 TYPES = {"cluster", "epoch", "segment", "manifest", "chunk", "checkpoint", "pack"}
 
@@ -369,3 +371,44 @@ def test_a_segment_that_does_not_follow_is_found() -> None:
         found = [each for each in errors(objects, deep=deep) if "segment" in each.where]
         assert ["does not follow the one before it" in each.what for each in found] == [True]
     line.db.close()
+
+
+def test_what_lies_in_the_archive_of_another_cluster_is_said_once() -> None:
+    """A clone's catalogue begins with its parent's segments, of which its own archive has none."""
+    line = begun(MemoryObjects())
+    put(line, "a", 3)
+    line.db._log.seal()
+    ((_, parents, _),) = line.segments()
+    other_id = bytes(16)
+    objects = MemoryObjects()
+    archive = open_archive(MemoryStore(objects=objects), other_id, create=True)
+    cloned = catalogue.Catalogue()
+    cloned.add(parents._replace(recorded_seq=parents.last + 1))
+    seq = parents.last + 2
+    cloned.add(catalogue.Fork(other_id, 2, 1, seq - 1, parents.hash, b"m" * 32, seq))
+    checkpoint = catalogue.CheckpointDescriptor(seq, 0, b"c" * 32, 100, b"r" * 32, b"k" * 32, seq + 1)
+    cloned.add(checkpoint)
+    archive.publish(cloned, seq + 1)
+    found = scrubbed(objects)
+    assert [each.severity for each in found] == ["warning", "error"]
+    assert "cloned from" in found[0].what
+    assert names_it(found[1], names.checkpoint_name(checkpoint))
+    objects.add(names.segment_name(parents), b"x")
+    assert any("segment" in each.where for each in errors(objects)), "then it is no clone"
+    line.db.close()
+
+
+def test_an_archive_on_a_real_server_is_scrubbed(s3_server: S3Server) -> None:
+    """With several requests at once."""
+    uri = s3_server.uri("scrub/archive")
+    store = open_store(uri, options=s3_server.options)
+    archive = whole_archive(12).data
+    for name, data in archive.items():
+        store.write(name, [data], size=len(data))
+    for deep in (False, True):
+        assert {each.severity for each in Scrub(store, deep=deep).findings()} == {"note"}
+    lost = min(name for name in archive if name.startswith(names.PACKS))
+    store.delete(lost)
+    found = [each for each in Scrub(store).findings() if each.severity == "error"]
+    assert [each.where for each in found] == [f"{store.uri}/{lost}"]
+    store.close()

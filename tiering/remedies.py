@@ -1,13 +1,26 @@
-"""What an object of an archive is that nothing reaches: work that goes on, leftovers, or another line's.
+"""What a scrub advises: what to do where an object is gone, and what one is that nothing reaches.
 
-Always true: none of this is damage. Readers take only what the newest manifest reaches, so whatever else is
-there means nothing.
+Always true: an object that nothing reaches is no damage. Readers take only what the newest manifest reaches,
+so whatever else is there means nothing: it is work that goes on, a leftover, or another line's.
 """
 
 from __future__ import annotations
 
-from lowwater.tiering.names import ObjectName
+from lowwater.tiering.names import ObjectName, Type
 from lowwater.tiering.objects import Manifest
+
+_COPY = "restore it from another copy of the archive, or from an older version that the store has kept"
+_LOCAL = "copy it from the data directory of a node that still has it"
+# What to do where an object of this type is gone.
+HINTS: dict[Type, str] = {
+    "cluster": "the next database that ships here writes it again",
+    "epoch": f"{_COPY}; until then open no second database on this archive",
+    "segment": f"{_LOCAL}, `wal/segment-….log` of the same seqs, to this name; or {_COPY}",
+    "manifest": _COPY,
+    "chunk": _COPY,
+    "checkpoint": f"{_LOCAL}, from `checkpoints/`; or {_COPY}; another checkpoint and the log replace it",
+    "pack": f"{_LOCAL}, from `packs/`; or {_COPY}; a checkpoint without it and the log replace it",
+}
 
 UNUSED = "nothing needs it: it may be removed when no shipper is at work"
 _WAIT = "nothing to do: whoever goes on shipping records it"
