@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
+from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
 from lowwater.engine.chain import Creation
@@ -63,7 +64,7 @@ class Point(NamedTuple):
 def reach(archive: Archive) -> Reached:
     manifest = archive.newest()
     recorded = Catalogue() if manifest is None else archive.catalogue_of(manifest)
-    complete = Catalogue() if manifest is None else archive.catalogue_of(manifest)
+    complete = catalogue_as_of(recorded, format.SEQ_MAX)
     for segment in archive.segments_after(manifest, recorded):
         # Nothing has recorded it: the number only has to rise.
         last = complete.segments.last
