@@ -248,7 +248,7 @@ class Archive:
 
 def seq_published(catalogue: Catalogue, newest: Manifest) -> int:
     """The entry up to which all of this log's have their manifests, where `newest` is of its past. A log
-    that was restored has lost its parent's last ones, and goes on below them: all after its fork are its own."""
+    that was restored has lost its parent's last ones, and goes on below: all after its fork are its own."""
     forks = (fork.recorded_seq for fork in catalogue.forks if fork.epoch > newest.epoch)
     return min(newest.seq, next(forks, newest.seq))
 
