@@ -307,7 +307,8 @@ def test_a_disk_that_fills_up_leaves_the_pages_alone(tmp_path: Path, monkeypatch
     monkeypatch.setattr(compact_module, "MARGIN_BYTES", -(2**40))
     try:
         path = str(place / "data")
-        with lowwater.open(path, config={"wal": {"rotate_max_bytes": "1 MiB"}}) as db:
+        config = {"wal": {"rotate_max_bytes": "1 MiB"}, "engine": {"disk_reserve_bytes": 0}}
+        with lowwater.open(path, config=config) as db:
             db.create_bucket("b")
             db.put_many("b", [(f"{number:05}", b"v" * 100) for number in range(10_000)])
         before = content(f"{path}/pages")

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowwater
-from lowwater import Copy, Create, CreateBucket, Delete, DeleteBucket, Engine, Outcome, Put, Refusal, Write
+from lowwater import Copy, Create, CreateBucket, Delete, DeleteBucket, Outcome, Put, Refusal, Write
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
 from lowwater.engine.chain import seal_entry, settings_entry
 from lowwater.engine.core import EngineOptions
+from lowwater.engine.engine import Engine
 from lowwater.engine.entries import Control
 from lowwater.engine.format import Kind
 from lowwater.engine.log import LogOptions, Seams
