@@ -11,8 +11,7 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -32,6 +31,7 @@ from lowwater.engine.replay import Progress
 from lowwater.engine.tier import ShippingStatus
 from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError
 from lowwater.metrics import ColdMetrics
+from lowwater.recovery.arguments import ConfigSource
 from lowwater.recovery.warming import Warming
 from lowwater.tiering import opening
 from lowwater.tiering.archive import open_archive
@@ -45,8 +45,6 @@ from lowwater.tiering.store import Store
 
 if TYPE_CHECKING:
     from lowwater.config import Config
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 class ParentTier:

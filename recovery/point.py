@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
+from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
 from lowwater.engine.chain import Creation
@@ -63,7 +64,7 @@ class Point(NamedTuple):
 def reach(archive: Archive) -> Reached:
     manifest = archive.newest()
     recorded = Catalogue() if manifest is None else archive.catalogue_of(manifest)
-    complete = Catalogue() if manifest is None else archive.catalogue_of(manifest)
+    complete = catalogue_as_of(recorded, format.SEQ_MAX)
     for segment in archive.segments_after(manifest, recorded):
         # Nothing has recorded it: the number only has to rise.
         last = complete.segments.last
@@ -188,3 +189,16 @@ def creation_in(reached: Reached, fetcher: Fetcher) -> Creation:
 def parent_segment(reached: Reached) -> bytes:
     """The hash of the last segment of the newest manifest."""
     return NO_HASH if reached.manifest is None else reached.recorded.hash_last
+
+
+def missing_after(reached: Reached, seq: int) -> str:
+    """What a person has to know of the entries that are not there."""
+    last = reached.all.segments.last
+    assert last is not None
+    until = f"The archive ends with seq {last.last}, of {shown_time(last.time_max_us)}"
+    beyond = len(reached.all.segments) - len(reached.recorded.segments)
+    if beyond:
+        until += f", {beyond} segments beyond its newest manifest"
+    if seq < last.last:
+        return f"{until}: what lies between was left out, as asked."
+    return f"{until}: what was written after that was not shipped, and how much it was is not known here."

@@ -26,12 +26,12 @@ from lowwater.engine.log import Seams
 from lowwater.engine.opening import LOG_DIRECTORY, PAGES_DIRECTORY
 from lowwater.engine.origin import ORIGIN, RESTORING, TEMPORARY, Origin, read_origin, write_origin
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.real import RealFiles
 from lowwater.engine.references import REFERENCE_BYTES
 from lowwater.engine.seams import File, Files
 from lowwater.engine.wal import lock_directory
-from lowwater.errors import AlreadyExists, Corrupt, DirectoryLocked, InputError, InvalidConfig
+from lowwater.errors import AlreadyExists, Corrupt, DirectoryLocked
 from lowwater.recovery import segments
+from lowwater.recovery.arguments import ConfigSource, directory_of, real_seams, store_of
 from lowwater.recovery.opening import append_fork, open_log, open_to_read
 from lowwater.recovery.point import (
     Moment,
@@ -39,23 +39,21 @@ from lowwater.recovery.point import (
     Reached,
     catalogue_as_of,
     creation_in,
+    missing_after,
     parent_segment,
     point_of,
     reach,
     seq_of,
-    shown_time,
 )
 from lowwater.recovery.warming import Warming
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.fetcher import Fetcher
-from lowwater.tiering.open_store import open_store
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.store import Found, Part, Store
-from lowwater.tiering.store_uri import parse_uri
 
 if TYPE_CHECKING:
-    from lowwater.config import Config, TierConfig
+    from lowwater.config import Config
 
 AFTER_NOTE = Failpoint("restore.after_note")
 BEFORE_PAGES = Failpoint("restore.before_pages")
@@ -63,30 +61,8 @@ AFTER_PAGES = Failpoint("restore.after_pages")
 BEFORE_FORK = Failpoint("restore.before_fork")
 BEFORE_END = Failpoint("restore.before_end")
 
-# Options of a store that say where it is, and no more.
-PLACE_OPTIONS = frozenset({"endpoint", "region", "enable_virtual_host_style"})
-
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""
-
-
-class Plan(NamedTuple):
-    """What a restore would do. `objects`, `bytes` and `requests` are what comes before it can be read, and
-    `full_bytes` all that there is to fetch. Bytes are those of raw segments: most are stored in fewer."""
-
-    uri: str
-    seq: int
-    epoch: int
-    checkpoint_seq: int
-    log_from: int
-    log_segments: int
-    objects: int
-    bytes: int
-    requests: int
-    full_objects: int
-    full_bytes: int
-    seq_last: int
-    missing: str
 
 
 class Restored(NamedTuple):
@@ -120,7 +96,7 @@ def restore(
     *,
     clone: bool = False,
     full: bool = False,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    config: ConfigSource | Config = None,
     progress: Progress | None = None,
 ) -> Restored:
     """Make a database in the directory `to` from the archive at `tier`, and return what was done.
@@ -131,101 +107,14 @@ def restore(
     else it can be opened at once, and reads what it lacks from the archive. `to` has to be new; a restore
     that was stopped goes on when it is called again. `progress` is told what is done.
     """
-    store, options, path = _given(tier, to, config)
+    path = directory_of(to)
+    store, options = store_of(tier, config)
     try:
         return restore_with(
             store, path, at, options=options, clone=clone, full=full, progress=progress or _nobody
         )
     finally:
         store.close()
-
-
-def plan(
-    tier: str,
-    at: Moment = None,
-    *,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
-) -> Plan:
-    """What `restore` would fetch. It reads manifests, the ends of segments that are in none yet, and the
-    index of a checkpoint; nothing is written."""
-    store, _, _ = _given(tier, ".", config)
-    try:
-        return plan_with(store, at, seams=_real_seams())
-    finally:
-        store.close()
-
-
-def _given(
-    tier: str,
-    to: str | os.PathLike[str],
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
-) -> tuple[Store, dict[str, str], str]:
-    from lowwater.config import Config
-
-    path = os.fspath(to) if isinstance(to, str | os.PathLike) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise InputError(f"{to!r:.80} is no directory", hint="give the path of a directory as text")
-    if not isinstance(tier, str | os.PathLike) or not tier:
-        raise InvalidConfig(f"the tier is {tier!r:.80}", hint="give a URI, as s3://bucket/prefix")
-    loaded: TierConfig = Config.load(config).tier
-    uri = os.fspath(tier)
-    given = dict(loaded.options) if uri == loaded.store_uri() else {}
-    place = parse_uri(uri, given)
-    shown = {name: value for name, value in place.options.items() if name in PLACE_OPTIONS}
-    return open_store(uri, options=given, config=loaded, read_only=True), shown, path
-
-
-def _real_seams() -> Seams:
-    return Seams(files=RealFiles(), owner=f"restore, process {os.getpid()}")
-
-
-# ---------------------------------------------------------------------------- what there is
-
-
-def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
-    archive = open_archive(store)
-    fetcher = Fetcher(store, clock=seams.clock)
-    reached = reach(archive)
-    point = point_of(reached, fetcher, seq_of(reached, fetcher, store.uri, at))
-    log_bytes = sum(each.size for each in point.segments)
-    objects, early_bytes = len(point.segments) + 1, log_bytes
-    full_objects, full_bytes = objects, early_bytes
-    if point.checkpoint is not None:
-        index = RemoteCheckpoint(fetcher, point.checkpoint).index
-        lists_bytes = sum(each.list_bytes + each.locations_bytes for each in index.lists)
-        list_packs = {each.pack for each in index.lists}
-        objects += 1 + len(list_packs)
-        early_bytes += point.checkpoint.size + lists_bytes
-        full_objects += 1 + len(index.packs)
-        full_bytes += point.checkpoint.size + sum(index.packs.values())
-    return Plan(
-        uri=store.uri,
-        seq=point.seq,
-        epoch=reached.epoch,
-        checkpoint_seq=0 if point.checkpoint is None else point.checkpoint.seq,
-        log_from=point.segments[0].first,
-        log_segments=len(point.segments),
-        objects=objects,
-        bytes=early_bytes,
-        requests=2 * objects,
-        full_objects=full_objects,
-        full_bytes=full_bytes,
-        seq_last=reached.seq_last,
-        missing=_missing(reached, point.seq),
-    )
-
-
-def _missing(reached: Reached, seq: int) -> str:
-    """What a person has to know of the entries that are not there."""
-    last = reached.all.segments.last
-    assert last is not None
-    until = f"The archive ends with seq {last.last}, of {shown_time(last.time_max_us)}"
-    beyond = len(reached.all.segments) - len(reached.recorded.segments)
-    if beyond:
-        until += f", {beyond} segments beyond its newest manifest"
-    if seq < last.last:
-        return f"{until}: what lies between was left out, as asked."
-    return f"{until}: what was written after that was not shipped, and how much it was is not known here."
 
 
 class _Counting:
@@ -277,7 +166,7 @@ def restore_with(
 ) -> Restored:
     """The same with everything that a test, or a simulation, puts in its place. The store stays the
     caller's."""
-    return _Restore(store, path, options or {}, seams or _real_seams(), pages, progress).run(
+    return _Restore(store, path, options or {}, seams or real_seams(), pages, progress).run(
         at, clone=clone or at is not None, full=full
     )
 
@@ -341,7 +230,7 @@ class _Restore:
             was_resumed=begun is not None,
             bytes=self._store.bytes,
             requests=self._store.requests,
-            missing=_missing(reached, wanted),
+            missing=missing_after(reached, wanted),
         )
 
     # ------------------------------------------------------------------ the directory

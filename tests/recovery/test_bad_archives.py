@@ -22,7 +22,8 @@ from lowwater.errors import (
     VersionGone,
 )
 from lowwater.recovery.opening import open_to_read
-from lowwater.recovery.restore import plan_with, restore_with
+from lowwater.recovery.plan import plan_with
+from lowwater.recovery.restore import restore_with
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 
 URI = "memory://named"

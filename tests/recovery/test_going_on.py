@@ -13,6 +13,7 @@ from lowwater.recovery.opening import open_restored
 from lowwater.recovery.restore import restore_with
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
+from lowwater.tiering.names import segment_name
 
 
 class Restoring:
@@ -173,3 +174,47 @@ def test_what_was_restored_in_full_needs_no_archive() -> None:
     assert content(copy) == expected
     assert list(copy.check(away=True)) == []
     copy.close()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_segments_beyond_the_newest_manifest_are_taken_and_recorded_again(lost: int) -> None:
+    """They were shipped, and whoever did it died before it could say so."""
+    objects = MemoryObjects()
+    db, _ = shipped(objects)
+    expected = content(db)
+    seq = db.catalogue.hwm
+    manifests = sorted(name for name in objects.data if name.startswith("manifest/0"))
+    for name in manifests[-lost:]:
+        objects.remove(name)
+    again = Restoring(objects, 1)
+    done = again.restore()
+    assert done.seq == seq
+    assert "beyond its newest manifest" in done.missing
+    other = again.open()
+    assert content(other) == expected
+    ship(other, again.place)
+    other.put("b", "new", b"n")
+    ship(other, again.place)
+    expected = content(other)
+    assert list(other.check()) == []
+    other.close()
+    third = Restoring(objects, 2)
+    assert third.restore(full=True).seq > seq
+    assert content(third.open()) == expected
+
+
+def test_the_chain_ends_where_a_segment_is_missing() -> None:
+    """What lies behind a gap was never acknowledged as shipped."""
+    objects = MemoryObjects()
+    db, _ = shipped(objects)
+    last = db.catalogue.segments[-1]
+    manifests = sorted(name for name in objects.data if name.startswith("manifest/0"))
+    objects.remove(manifests[-1])
+    other = MemoryObjects()
+    again = Restoring(objects, 1)
+    for name, data in objects.data.items():
+        other.add(name, data)
+    other.remove(segment_name(last))
+    twin = Restoring(other, 2)
+    assert twin.restore().seq == last.first - 1
+    assert again.restore().seq == last.last

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 from tests.engine.engine_model import PAGE_KEYS, SALT
 from tests.recovery.replayed import Replayed
-from tests.recovery.shipped import SMALL, Place, checkpoint, content, opened, ship
+from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, opened, ship
 
 from lowwater import Delete, Put
 from lowwater.engine import transactions
 from lowwater.engine.chain import create_entry
 from lowwater.engine.log import Log
-from lowwater.recovery.opening import open_to_read
+from lowwater.engine.origin import read_origin
+from lowwater.recovery.opening import open_restored, open_to_read
 from lowwater.recovery.restore import restore_with
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 
@@ -130,6 +131,49 @@ def compare_one(original: Original, model: Any, seq: int, moment: int | datetime
         core.close()
 
 
+def live_on(original: Original, seqs: list[int]) -> int:
+    """Clone at each, and go on with it. How many clones had transactions that were open."""
+    with_losers = 0
+    replayed, number = Replayed(), 0
+    for seq in sorted(seqs):
+        while number < len(original.entries) and original.entries[number].seq <= seq:
+            replayed.add(original.entries[number])
+            number += 1
+        place = Place(seq)
+        store = MemoryStore(objects=original.objects)
+        restore_with(store, "to", seq, seams=place.seams(), pages=place.pages)
+        expected = {bucket: replayed.model.live(bucket) for bucket in replayed.model.bucket_names()}
+        for life in range(3):
+            db = _reopened(place, original.objects)
+            with_losers += bool(db.aborted)
+            assert content(db) == expected
+            if not life:
+                assert db.root() == replayed.model.root()
+            db.put("b", "a/1", b"life %d" % life * 100) if "b" in expected else db.create_bucket("b")
+            place.idle(1.0 if life else 0.0)
+            expected = content(db)
+            if life == 1:
+                db.checkpoint()
+            assert list(db.check(away=True)) == []
+            db.close()
+    return with_losers
+
+
+def _reopened(place: Place, objects: MemoryObjects) -> Any:
+    place.pages.reopen()
+    origin = read_origin(place.files, "to")
+    assert origin is not None
+    return open_restored(
+        "to",
+        origin,
+        [MemoryStore(objects=objects)],
+        log_options=SMALL,
+        options=QUIET,
+        seams=place.seams(),
+        store=place.pages,
+    )
+
+
 @pytest.fixture(autouse=True)
 def _transactions_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transactions, "SPILL_ABOVE_BYTES", 500)
@@ -158,3 +202,20 @@ def test_restores_to_many_seqs_and_times_are_what_the_log_says(seed: int) -> Non
     """A hundred seqs, and times between entries."""
     original = worked(seed, 1200)
     compare(original, moments_of(original, random.Random(seed), 100, 40))
+
+
+def test_a_clone_lives_on_from_anywhere() -> None:
+    """Also from the middle of transactions, which end there as after a crash."""
+    original = worked(5, 300)
+    last = original.entries[-1].seq
+    rng = random.Random(5)
+    assert live_on(original, [rng.randint(1, last) for _ in range(12)]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200, 203))
+def test_a_clone_lives_on_from_each_of_many_places(seed: int) -> None:
+    original = worked(seed, 700)
+    last = original.entries[-1].seq
+    rng = random.Random(seed)
+    assert live_on(original, [rng.randint(1, last) for _ in range(60)]) > 5

@@ -12,6 +12,7 @@ from tests.recovery.shipped import QUIET, Place, checkpoint, content, opened, sh
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.store import FaultyStore
 from lowwater.chaos.survival import SURVIVALS
+from lowwater.engine.failpoints import registry
 from lowwater.engine.opening import open_with
 from lowwater.engine.origin import ORIGIN, RESTORING
 from lowwater.errors import Corrupt, NotFound, StoreUnavailable
@@ -167,3 +168,21 @@ def test_damage_on_the_way_heals_and_damage_in_the_store_is_told(shipped: Shippe
         if _exists(place) and ORIGIN in place.files.list("to"):
             shipped.check(place)
     assert healed > 5
+
+
+@pytest.mark.parametrize("name", sorted(name for name in registry if name.startswith("restore.")))
+def test_a_restore_that_ends_at_a_named_point_goes_on(shipped: Shipped, name: str) -> None:
+    """Each point is reached, and the next life ends what this one began."""
+
+    def end() -> None:
+        raise SimulatedCrash(name)
+
+    place = Place(7)
+    with registry[name].armed(end), pytest.raises(SimulatedCrash):
+        shipped.restore(place)
+    place.files.crash(random.Random(7), "keep")
+    place.pages.crash()
+    with pytest.raises(NotFound, match="has not ended"):
+        open_with("to", seams=place.seams(), store=place.pages, options=QUIET)
+    shipped.restore(place)
+    shipped.check(place)

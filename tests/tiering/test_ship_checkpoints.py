@@ -63,11 +63,12 @@ class Shipping:
         self.objects = MemoryObjects()
         self.line = Line(self.objects, "first", seed=seed)
         self.store = StoppingStore(self.objects)
-        blocks = ArchivedBlocks(Fetcher(self.store, clock=RealClock()))
-        self.line.machine.archive = blocks  # type: ignore[assignment]
         self.open()
 
     def open(self) -> None:
+        # Nothing of what it has read is kept from one life to the next.
+        blocks = ArchivedBlocks(Fetcher(self.store, clock=RealClock()))
+        self.line.machine.archive = blocks  # type: ignore[assignment]
         self.line.machine.open()
         self.shipper = CheckpointShipper(self.db, self.store)
 
@@ -273,6 +274,10 @@ def test_pages_stand_on_what_was_shipped(shipping: Shipping) -> None:
         f"k{number:03}": b"%d" % number * (300 if number % 40 == 7 else 3) for number in range(120)
     }
     shipping.store.is_down = True
+    assert list(db.scan("b")), "what was read a moment ago is still known"
+    db.close()
+    shipping.open()
+    db = shipping.db
     with pytest.raises(StoreUnavailable):
         list(db.scan("b"))
     shipping.store.is_down = False

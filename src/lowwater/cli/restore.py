@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 import lowwater
 from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import end_on_sigterm, json_option, print_json, size, time
-from lowwater.recovery.restore import Plan, Restored, plan
+from lowwater.recovery.plan import Plan, plan
+from lowwater.recovery.restore import Restored
 
 WHAT = {
     "references": "pages, as references",
