@@ -3,12 +3,12 @@
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench bench-log bench-engine bench-restore chaos format clean
+.PHONY: help demo check test bench bench-log bench-engine bench-shipping bench-restore chaos format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/dev ## show what there is so far
+demo: .venv/dev ## show it at work: a database that comes back from a real S3 server
 	@$(BIN)/python -m lowwater.demo
 
 check: .venv/dev ## formatting, lint, types, import contracts and the fast tests

@@ -1,13 +1,17 @@
-"""`make demo`: what is built so far, on the real parts, in under a minute.
+"""`make demo`: what is built so far, on the real parts, in under two minutes.
 
-A process writes and is killed with SIGKILL; nothing that it acknowledged may be missing. Two logs that got
-the same entries in different batches must have the same bytes. A flipped byte must be found. A database whose
-pages are destroyed must come back from its log, with the same root.
+A log whose writer is killed with SIGKILL has all that it acknowledged; two logs that got the same entries in
+different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses its
+directory, and comes back from the server alone: at once for the first read, then whole, and as it was before.
+
+Always true: the figures come from a process of its own, which owns nothing that outlives it. Whatever ends
+this one but SIGKILL, that one is ended, then the server, and then the directory is removed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -15,56 +19,311 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
-import pyarrow.compute
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import lowwater
-from lowwater.engine import columns
 from lowwater.engine.chain import create_entry
 from lowwater.engine.check import check_directory, check_segment
 from lowwater.engine.entries import Put, encode_put
 from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.real import RealFiles
+from lowwater.tiering.open_store import open_store
+from lowwater.tiering.ship_checkpoints import CheckpointShipper
+from lowwater.tiering.testing.s3_server import S3Server
 
-ENTRIES = 200_000
 OPTIONS = LogOptions(sync_mode="fdatasync", segment_bytes=8_000_000)
 WRITER_LIFE_S = 2.0
 START_US = 1_700_000_000_000_000
 
+KEYS = 200_000
+TAIL = 10_000
+FILES, FILE_BYTES = 32, 1_000_000
+BATCH = 100
+
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--writer"]:
-        return _write_until_killed(Path(arguments[1]))
-    console = Console(highlight=False)
-    directory = Path(tempfile.mkdtemp(prefix="lowwater-demo-"))
-    table = Table("what", "figure", "holds")
+    match arguments:
+        case ["--writer", directory]:
+            return _write_until_killed(Path(directory))
+        case ["--show", directory, config]:
+            return _Demo(Path(directory), json.loads(config)).run()
+        case []:
+            return _supervise()
+    print("usage: python -m lowwater.demo", file=sys.stderr)
+    return 64
+
+
+# ---------------------------------------------------------------------------- what outlives the figures
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _supervise() -> int:
+    def stop(signum: int, _: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)  # one is enough, and nothing interrupts the tidying up
+        raise _Stopped(signum)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
     try:
-        holds = [
-            _survives_a_kill(console, directory / "killed", table),
-            _reads_what_was_written(console, directory / "log", table),
-            _same_entries_same_bytes(directory / "one", directory / "two", table),
-            _finds_a_flipped_byte(directory / "log", directory / "flipped.log", table),
-            _comes_back_without_its_pages(console, directory / "database", table),
-        ]
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    console.print(table)
-    if not all(holds):
-        console.print("[red]demo failed: see the table.[/red]")
-        return 1
-    console.print(
-        "demo passed: a killed writer lost nothing that it had acknowledged, the same entries gave the same "
-        "bytes whatever their batches, a flipped byte was found, and a database that had lost its pages came "
-        "back from its log with the same root."
+        with tempfile.TemporaryDirectory(prefix="lowwater-demo-") as directory:
+            with S3Server(Path(directory, "server")) as server:
+                tier = {"uri": server.uri("demo"), "options": server.options}
+                return _show(directory, {"tier": tier})
+    except _Stopped as stopped:
+        signum = stopped.args[0]
+        print(f"demo stopped by {signal.Signals(signum).name}: nothing is left behind.", file=sys.stderr)
+        return 128 + int(signum)
+
+
+def _show(directory: str, config: dict[str, Any]) -> int:
+    # A session of its own: Ctrl-C reaches this process only.
+    shown = subprocess.Popen(
+        [sys.executable, "-m", "lowwater.demo", "--show", directory, json.dumps(config)],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    return 0
+    try:
+        return shown.wait()
+    finally:
+        if shown.poll() is None:
+            os.killpg(shown.pid, signal.SIGKILL)
+            shown.wait()
+
+
+# ---------------------------------------------------------------------------- what is shown
+
+
+class _Demo:
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self._directory = directory
+        self._uri = config["tier"]["uri"]
+        self._config = {
+            **config,
+            "engine": {"pool_bytes_max": "64 MiB"},
+            "wal": {"sync_mode": "fdatasync", "rotate_max_bytes": "8 MB"},
+        }
+        self._console = Console(highlight=False)
+        self._table = Table("what", "figure", "holds")
+        self._proofs: list[str] = []
+        self._fails = 0
+
+    def run(self) -> int:
+        self._survives_a_kill()
+        self._same_entries_same_bytes()
+        self._comes_back_from_the_server()
+        self._console.print(self._table)
+        if self._fails:
+            self._console.print("[red]demo failed: see the table.[/red]")
+            return 1
+        self._console.print(f"demo passed: {'; '.join(self._proofs)}.")
+        return 0
+
+    def _row(self, what: str, figure: str, holds: bool | None = None, proof: str = "") -> None:
+        mark = "" if holds is None else "[green]yes[/green]" if holds else "[red]NO[/red]"
+        self._table.add_row(what, figure, mark)
+        self._fails += holds is False
+        if proof:
+            self._proofs.append(proof)
+
+    def _with_progress(self, what: str, total: int, steps: Iterable[int]) -> float:
+        """Go through the steps, each of which says how much it did. Returns the seconds that all took."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task(what, total=total)
+            started_s = time.perf_counter()
+            for done in steps:
+                progress.advance(task, done)
+            return time.perf_counter() - started_s
+
+    # ------------------------------------------------------------------ the log
+
+    def _survives_a_kill(self) -> None:
+        directory = self._directory / "killed"
+        with self._console.status("a process writes, and is killed"):
+            writer = subprocess.Popen(
+                [sys.executable, "-m", "lowwater.demo", "--writer", str(directory)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert writer.stdout is not None
+            first = int(writer.stdout.readline())
+            time.sleep(WRITER_LIFE_S)
+            writer.send_signal(signal.SIGKILL)
+            lines = writer.stdout.read().splitlines(keepends=True)
+            writer.wait()
+        acknowledged = max([first, *(int(line) for line in lines if line.endswith("\n"))])
+        with Log.open(directory) as log:
+            seqs = [entry.seq for entry in log.read()]
+            sound = not list(log.check())
+        holds = seqs == list(range(1, len(seqs) + 1)) and seqs[-1] >= acknowledged and sound
+        self._row(
+            "log: acknowledged before kill -9, found after it",
+            f"{acknowledged:,}, {len(seqs):,}",
+            holds,
+            f"a killed writer lost none of {acknowledged:,} acknowledged entries",
+        )
+
+    def _same_entries_same_bytes(self) -> None:
+        """Two replicas: the same entries, other batches, one of them closed and opened all the time."""
+        one, two = self._directory / "one", self._directory / "two"
+        create = _Encoded(
+            create_entry(b"demo" * 4, b"salt" * 4, {"segment_bytes": 1_000_000}).encode(START_US)
+        )
+        with Log.open(one, options=OPTIONS, create=create) as log:
+            for batch in _batches(_payloads(20_000), 1_000):
+                log.append_payloads(batch)
+        for position, part in enumerate(_batches(_payloads(20_000), 4_000)):
+            with Log.open(two, options=OPTIONS, create=create) as log:
+                for batch in _batches(iter(part), 7 + position):
+                    log.append_payloads(batch)
+        hashes = [
+            [(path.name, hashlib.sha256(path.read_bytes()).digest()) for path in sorted(log.glob("segment-*"))]
+            for log in (one, two)
+        ]
+        holds = len(hashes[0]) > 1 and hashes[0] == hashes[1]
+        self._row(
+            "log: two histories of the same entries",
+            f"{len(hashes[0])} segments, byte for byte",
+            holds,
+            f"the same entries gave the same {len(hashes[0])} segments whatever their batches",
+        )
+        self._finds_a_flipped_byte(one)
+
+    def _finds_a_flipped_byte(self, directory: Path) -> None:
+        copy = self._directory / "flipped.log"
+        data = bytearray(min(directory.glob("segment-*.log")).read_bytes())
+        data[len(data) // 3] ^= 1
+        copy.write_bytes(data)
+        findings = list(check_segment(RealFiles(), os.fspath(copy)))
+        where = f"at offset {findings[0].offset:,}: {findings[0].what}" if findings else "not found"
+        holds = bool(findings) and not list(check_directory(RealFiles(), os.fspath(directory)))
+        self._row("log: one flipped bit", where, holds, "a flipped bit was found")
+
+    # ------------------------------------------------------------------ the database, and its archive
+
+    def _comes_back_from_the_server(self) -> None:
+        original = self._directory / "database"
+        older_seq, older_root, root = self._write_and_ship(original)
+        shutil.rmtree(original)
+        self._row("the directory", "deleted", not original.exists())
+
+        restored = self._directory / "restored"
+        with self._console.status("restoring until the first read is answered"):
+            started_s = time.perf_counter()
+            done = lowwater.restore(self._uri, restored, config=self._config)
+            with lowwater.open(restored, config=self._config) as db:
+                found = db.get("demo", _key(7)).value == _value(7)
+                first_s = time.perf_counter() - started_s
+                self._row(
+                    "first read from the server alone",
+                    f"{first_s:.2f} s, {done.bytes / 1e6:.1f} MB fetched, {done.pages_away:,} pages to come",
+                    found,
+                )
+                self._row("root before and after", f"{root[:16]}… {db.root()[:16]}…", db.root() == root)
+                read_back = all(db.get("files", str(n)).value == _file(n) for n in range(FILES))
+                self._row("large values read back", f"{FILES} × {FILE_BYTES / 1e6:g} MB", read_back)
+                written = db.put("demo", "after", b"it goes on")
+                db.ship()
+                self._row("written and shipped above that", f"seq {written:,}", written > done.seq)
+
+        started_s = time.perf_counter()
+        copy = lowwater.restore(
+            self._uri, self._directory / "full", clone=True, full=True, config=self._config
+        )
+        full_s = time.perf_counter() - started_s
+        with lowwater.open(restored, config=self._config) as db:
+            same = copy.root == db.root() and not list(db.check())
+        self._row(
+            "full restore: every page here, the root computed",
+            f"{full_s:.1f} s, {copy.bytes / 1e6:.1f} MB fetched",
+            same,
+        )
+
+        beside = self._directory / "older"
+        lowwater.restore(self._uri, beside, older_seq, config=self._config)
+        with lowwater.open(beside, config=self._config) as db:
+            found_root = db.root()
+        self._row(
+            f"restored beside it, as of seq {older_seq:,}",
+            f"{older_root[:16]}… {found_root[:16]}…",
+            found_root == older_root,
+        )
+        self._proofs.append(
+            f"a database whose directory was deleted answered its first read {first_s:.2f} s after the restore "
+            f"began, from the S3 server alone, and had the same root; a full restore took {full_s:.1f} s, and one "
+            f"beside it as of seq {older_seq:,} had the root of that moment"
+        )
+
+    def _write_and_ship(self, directory: Path) -> tuple[int, str, str]:
+        """A seq of the first half with its root, and the root of all."""
+        with lowwater.open(directory, config=self._config) as db:
+            db.create_bucket("demo")
+            db.create_bucket("files")
+            first_half, tail_from = KEYS // 2, KEYS - TAIL
+            seconds = self._with_progress("writing", KEYS, _puts(db, 0, first_half))
+            older_seq, older_root = db.marks().durable, db.root()
+            seconds += self._with_progress("writing", KEYS, _puts(db, first_half, tail_from))
+            db.put_many("files", [(str(n), _file(n)) for n in range(FILES)])
+            with self._console.status("making and shipping a checkpoint"):
+                db.checkpoint()
+                db.ship()
+                self._ship_checkpoint(db)
+            seconds += self._with_progress("writing a tail above it", TAIL, _puts(db, tail_from, KEYS))
+            self._row("durable puts while it ships", f"{KEYS / seconds:,.0f}/s, {BATCH} a sync")
+            with self._console.status("shipping the rest"):
+                started_s = time.perf_counter()
+                hwm = db.ship()
+                shipped_s = time.perf_counter() - started_s
+            status = db.shipping()
+            store = open_store(self._uri, options=self._config["tier"]["options"])
+            stored = [found.size for found in store.list()]
+            store.close()
+            self._row("wait for the last of it", f"{shipped_s:.2f} s, {hwm:,} seqs shipped", status.error is None)
+            self._row("on the S3 server", f"{len(stored)} objects, {sum(stored) / 1e6:.1f} MB")
+            return older_seq, older_root, db.root()
+
+    def _ship_checkpoint(self, db: lowwater.Database) -> None:
+        store = open_store(self._uri, options=self._config["tier"]["options"])
+        shipper = CheckpointShipper(db, store)
+        while shipper.advance() is not None:
+            pass
+        store.close()
+
+
+def _puts(db: lowwater.Database, first: int, last: int) -> Iterator[int]:
+    for start in range(first, last, BATCH):
+        numbers = range(start, min(start + BATCH, last))
+        db.put_many("demo", [(_key(number), _value(number)) for number in numbers])
+        yield len(numbers)
+
+
+def _key(number: int) -> str:
+    """In an order that has nothing to do with that of the numbers."""
+    return f"{number * 7919 % KEYS:06}"
+
+
+def _value(number: int) -> bytes:
+    return b"%020d" % number * 5
+
+
+def _file(number: int) -> bytes:
+    """Bytes that do not get smaller."""
+    return hashlib.shake_128(b"%d" % number).digest(FILE_BYTES)
+
+
+# ---------------------------------------------------------------------------- the log's entries
 
 
 def _write_until_killed(directory: Path) -> int:
@@ -78,86 +337,6 @@ def _write_until_killed(directory: Path) -> int:
             sys.stdout.flush()
 
 
-def _survives_a_kill(console: Console, directory: Path, table: Table) -> bool:
-    with console.status("a process writes, and is killed"):
-        writer = subprocess.Popen(
-            [sys.executable, "-m", "lowwater.demo", "--writer", str(directory)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert writer.stdout is not None
-        first = int(writer.stdout.readline())
-        time.sleep(WRITER_LIFE_S)
-        writer.send_signal(signal.SIGKILL)
-        lines = writer.stdout.read().splitlines(keepends=True)
-        writer.wait()
-    acknowledged = max([first, *(int(line) for line in lines if line.endswith("\n"))])
-    started_s = time.perf_counter()
-    with Log.open(directory) as log:
-        opened_s = time.perf_counter() - started_s
-        seqs = [entry.seq for entry in log.read()]
-        sound = not list(log.check())
-    holds = seqs == list(range(1, len(seqs) + 1)) and seqs[-1] >= acknowledged and sound
-    table.add_row("acknowledged before kill -9", f"{acknowledged:,}", "")
-    table.add_row("found after it", f"{seqs[-1]:,} (opened in {opened_s * 1000:.0f} ms)", _mark(holds))
-    return holds
-
-
-def _reads_what_was_written(console: Console, directory: Path, table: Table) -> bool:
-    rates = []
-    with Log.open(directory, options=OPTIONS) as log, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("appending", total=ENTRIES)
-        started_s = time.perf_counter()
-        for batch in _batches(_payloads(ENTRIES), 100):
-            log.append_payloads(batch)
-            progress.advance(task, len(batch))
-        rates.append(ENTRIES / (time.perf_counter() - started_s))
-        log.seal()
-        started_s = time.perf_counter()
-        one_by_one = sum(1 for entry in log.read() if entry.kind == "put")
-        rates.append(ENTRIES / (time.perf_counter() - started_s))
-        sound = not list(log.check())
-    _count_puts(directory)  # the first call loads Arrow's functions
-    started_s = time.perf_counter()
-    vectorised = _count_puts(directory)
-    rates.append(ENTRIES / (time.perf_counter() - started_s))
-    holds = one_by_one == vectorised == ENTRIES and sound
-    table.add_row("durable appends, 100 a sync", f"{rates[0]:,.0f} entries/s", "")
-    table.add_row("read one by one", f"{rates[1]:,.0f} entries/s", _mark(one_by_one == ENTRIES))
-    table.add_row("read as Arrow columns", f"{rates[2]:,.0f} entries/s", _mark(vectorised == ENTRIES))
-    table.add_row("check of all of it", "sound" if sound else "findings", _mark(sound))
-    return holds
-
-
-def _count_puts(directory: Path) -> int:
-    puts = 0
-    for path in sorted(directory.glob("segment-*.log")):
-        file = RealFiles().open(os.fspath(path))
-        for batch in columns.read_batches(file, columns=["seq", "kind", "key", "value"]):
-            puts += pyarrow.compute.sum(pyarrow.compute.equal(batch.column("kind"), "put")).as_py()
-        file.close()
-    return puts
-
-
-def _same_entries_same_bytes(one: Path, two: Path, table: Table) -> bool:
-    """Two replicas: the same entries, other batches, one of them closed and opened all the time."""
-    create = _Encoded(create_entry(b"demo" * 4, b"salt" * 4, {"segment_bytes": 1_000_000}).encode(START_US))
-    with Log.open(one, options=OPTIONS, create=create) as log:
-        for batch in _batches(_payloads(20_000), 1_000):
-            log.append_payloads(batch)
-    for position, part in enumerate(_batches(_payloads(20_000), 4_000)):
-        with Log.open(two, options=OPTIONS, create=create) as log:
-            for batch in _batches(iter(part), 7 + position):
-                log.append_payloads(batch)
-    hashes = [
-        [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(log.glob("segment-*"))]
-        for log in (one, two)
-    ]
-    holds = len(hashes[0]) > 1 and hashes[0] == hashes[1]
-    table.add_row("two histories of one log", f"{len(hashes[0])} segments, byte for byte", _mark(holds))
-    return holds
-
-
 class _Encoded(NamedTuple):
     """An entry whose time was decided elsewhere, as a replica gets it."""
 
@@ -167,57 +346,9 @@ class _Encoded(NamedTuple):
         return self.payload
 
 
-def _finds_a_flipped_byte(directory: Path, copy: Path, table: Table) -> bool:
-    sealed = min(directory.glob("segment-*.log"))
-    data = bytearray(sealed.read_bytes())
-    data[len(data) // 3] ^= 1
-    copy.write_bytes(data)
-    findings = list(check_segment(RealFiles(), os.fspath(copy)))
-    holds = bool(findings) and not list(check_directory(RealFiles(), os.fspath(directory)))
-    where = f"at offset {findings[0].offset:,}: {findings[0].what}" if findings else "not found"
-    table.add_row("one flipped bit", where, _mark(holds))
-    return holds
-
-
-def _comes_back_without_its_pages(console: Console, directory: Path, table: Table) -> bool:
-    config = {"engine": {"pool_bytes_max": "32 MiB"}, "wal": {"sync_mode": "fdatasync"}}
-    with (
-        lowwater.open(directory, config=config) as db,
-        Progress(console=console, transient=True) as progress,
-    ):
-        task = progress.add_task("putting", total=ENTRIES)
-        db.create_bucket("demo")
-        started_s = time.perf_counter()
-        for start in range(0, ENTRIES, 100):
-            # In an order that has nothing to do with that of the keys.
-            numbers = [number * 7919 % ENTRIES for number in range(start, start + 100)]
-            db.put_many("demo", [(f"{number:06}", b"%020d" % number * 5) for number in numbers])
-            progress.advance(task, 100)
-        table.add_row("durable puts, 100 a sync", f"{ENTRIES / (time.perf_counter() - started_s):,.0f}/s", "")
-        for number in range(100):
-            with db.transaction() as txn:
-                txn.put("demo", f"{number:06}", txn.get("demo", f"{number + 1:06}").value)
-                txn.delete("demo", f"{ENTRIES - 1 - number:06}")
-        started_s = time.perf_counter()
-        found = sum(1 for _ in db.scan("demo"))
-        table.add_row("scanned", f"{found / (time.perf_counter() - started_s):,.0f} objects/s", "")
-        before = db.root()
-    shutil.rmtree(directory / "pages")
-    started_s = time.perf_counter()
-    with console.status("the pages are gone: they are made again from the log"):
-        db = lowwater.open(directory, config=config)
-    opened_s = time.perf_counter() - started_s
-    with db:
-        after = db.root()
-        sound = not list(db.check())
-    table.add_row("pages made again from the log", f"in {opened_s:.1f} s", _mark(sound))
-    table.add_row("root before and after", f"{before[:16]}… {after[:16]}…", _mark(before == after))
-    return found == ENTRIES - 100 and before == after and sound
-
-
 def _payloads(count: int) -> Iterator[bytes]:
     return (
-        Put("demo", f"key-{number % 5000:05}", b"%020d" % number * 5).encode(START_US + number)
+        Put("demo", f"key-{number % 5000:05}", _value(number)).encode(START_US + number)
         for number in range(count)
     )
 
@@ -225,10 +356,6 @@ def _payloads(count: int) -> Iterator[bytes]:
 def _batches(payloads: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
     while batch := list(islice(payloads, size)):
         yield batch
-
-
-def _mark(holds: bool) -> str:
-    return "[green]yes[/green]" if holds else "[red]NO[/red]"
 
 
 if __name__ == "__main__":

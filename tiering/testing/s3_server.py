@@ -29,8 +29,8 @@ SECRET_ACCESS_KEY = "lowwater-test-secret-key"
 BUCKET = "lowwater"
 READY_S = 120.0
 
-# Whatever happens to this side, `cat` comes to the end of the pipe.
-SCRIPT = '"$@" & pid=$!; cat > /dev/null; kill -9 $pid 2> /dev/null'
+# Whatever happens to this side, `cat` comes to the end of the pipe. What waits for this waits for the server.
+SCRIPT = '"$@" & pid=$!; cat > /dev/null; kill -9 $pid 2> /dev/null; wait $pid 2> /dev/null'
 
 
 class S3Server:
@@ -64,6 +64,8 @@ class S3Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # Ctrl-C reaches who uses it, and must find it there while that tidies up.
+            start_new_session=True,
         )
         try:
             self.endpoint = self._wait_until_ready()

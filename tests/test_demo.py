@@ -1,0 +1,71 @@
+"""`make demo` is the first thing that a newcomer runs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+COMMAND = [sys.executable, "-m", "lowwater.demo"]
+
+
+def start(scratch: Path) -> subprocess.Popen[str]:
+    """In a home and a temporary folder of its own, so that whatever it leaves is seen."""
+    environment = {**os.environ, "TMPDIR": str(scratch), "HOME": str(scratch), "COLUMNS": "200"}
+    environment.pop("XDG_CACHE_HOME", None)
+    return subprocess.Popen(
+        COMMAND,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def descendants(demo: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(demo.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def test_the_demo_proves_what_it_says_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A table with a NO in it, or a folder full of segments, would be a poor first impression."""
+    demo = start(tmp_path)
+    printed, errors = demo.communicate()
+    assert demo.returncode == 0, printed + errors
+    assert errors == ""
+    rows = re.findall(r"│ (.*?) +│ .*?│ (yes|NO|) +│", printed)
+    assert [what for what, holds in rows if holds == "NO"] == []
+    assert sum(holds == "yes" for _, holds in rows) >= 10
+    assert "demo passed: " in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["killed", "database", "restored", "full"])
+def test_a_demo_that_is_stopped_leaves_nothing_behind(
+    tmp_path: Path, stage: str, signum: signal.Signals
+) -> None:
+    """No process, no folder, no traceback, at whatever it is when somebody has seen enough."""
+    demo = start(tmp_path)
+    while not any(tmp_path.glob(f"lowwater-demo-*/{stage}")):
+        assert demo.poll() is None
+    started = descendants(demo)
+    assert started
+    # As from a terminal, where the whole group gets it; and twice, as from somebody in a hurry.
+    for _ in range(2):
+        os.killpg(demo.pid, signum)
+    printed, errors = demo.communicate()
+    assert demo.returncode == 128 + signum, printed + errors
+    assert errors == f"demo stopped by {signum.name}: nothing is left behind.\n"
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert alive == []
+    assert list(tmp_path.iterdir()) == []
