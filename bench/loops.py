@@ -42,6 +42,8 @@ class Job:
     keys: int = 0
     memory_bytes: int = 0
     log_records: int = 0
+    # Of shipping's.
+    ship_bytes: int = 0
 
 
 JOB_SETTINGS = {field.name for field in fields(Job)}

@@ -200,6 +200,112 @@ LOG = Benchmark(
 )
 
 
+_SHIPPING_WORKLOADS = (
+    Workload(
+        name="ship",
+        title="A log of 64 KiB values, uploaded to an S3 server on this machine",
+        unit="MB/s",
+        divisor=1e6,
+        baselines=("raw",),
+        yardstick="raw",
+    ),
+    Workload(
+        name="writers",
+        title="Durable puts, 100 × 100 B a batch, beside shipping",
+        unit="puts/s",
+        baselines=("ours-alone",),
+        yardstick="ours-alone",
+        columns=(("shipped_share", "shipped meanwhile", 2), ("lag_s", "behind by, s", 2)),
+    ),
+    Workload(
+        name="shipmemory",
+        title="Shipping one object, and reading it back",
+        unit="MB/s",
+        divisor=1e6,
+        columns=(("growth_mib", "memory grew, MiB", 1),),
+    ),
+    Workload(
+        name="coldrange",
+        title="Reading 1,000 of 10,000 entries of 10 KiB from the store",
+        unit="MB/s",
+        divisor=1e6,
+        columns=(("share", "share fetched", 3), ("requests", "requests", 0)),
+    ),
+    Workload(
+        name="coldpoint",
+        title="Reading single values of 10 KiB from the store",
+        unit="gets/s",
+        columns=(("requests", "requests, first", 0), ("requests_cached", "requests, others", 0)),
+    ),
+)
+
+_SHIPPING_TARGETS = (
+    Target(
+        what="shipping ÷ raw upload", workload="ship", contender="ours", metric="ratio_to_raw", bar=0.7
+    ),
+    Target(
+        what="writers beside shipping ÷ alone",
+        workload="writers",
+        contender="ours-shipping",
+        metric="ratio_to_ours-alone",
+        bar=0.75,
+    ),
+    Target(
+        what="memory for shipping and reading back, worst round, MiB",
+        workload="shipmemory",
+        contender="ours",
+        metric="growth_mib",
+        bar=64,
+        at_most=True,
+        worst=True,
+    ),
+    *(
+        target
+        for contender, form in (("ours", "zstd"), ("ours-raw", "as it is"))
+        for target in (
+            Target(
+                what=f"share fetched for a tenth of a segment, {form}",
+                workload="coldrange",
+                contender=contender,
+                metric="share",
+                bar=0.15,
+                at_most=True,
+                worst=True,
+            ),
+            Target(
+                what=f"requests of the first cold read, {form}",
+                workload="coldpoint",
+                contender=contender,
+                metric="requests",
+                bar=3,
+                at_most=True,
+                worst=True,
+            ),
+            Target(
+                what=f"requests of those after it, {form}",
+                workload="coldpoint",
+                contender=contender,
+                metric="requests_cached",
+                bar=1,
+                at_most=True,
+                worst=True,
+            ),
+        )
+    ),
+)
+
+SHIPPING = Benchmark(
+    name="shipping",
+    workloads=_SHIPPING_WORKLOADS,
+    targets=_SHIPPING_TARGETS,
+    panels=(
+        ("ship", "ratio_to_raw", "shipping, ÷ OpenDAL alone"),
+        ("writers", "ratio_to_ours-alone", "durable puts beside shipping, ÷ without"),
+    ),
+    notes=("each measurement has an S3 server of its own (rclone), on the same cores and the same disk",),
+)
+
+
 def summarise(rounds: Mapping[str, Sequence[Round]], workload: Workload) -> dict[str, dict[str, Spread]]:
     """Contender → metric → spread. A contender without a single good round has no metrics."""
     return {name: _metrics(answers, rounds, workload) for name, answers in rounds.items()}
@@ -213,7 +319,8 @@ def _metrics(
         if answer["status"] != "ok":
             continue
         found.setdefault("rate", []).append(answer["rate"] / workload.divisor)
-        for key in ("p50_ms", "p99_ms", "max_ms", "flushes_each", "cpu"):
+        shown = (key for key, _, _ in workload.columns if key != "p99_over_raw_ms")
+        for key in ("p50_ms", "p99_ms", "max_ms", "flushes_each", "cpu", *shown):
             if key in answer:
                 found.setdefault(key, []).append(answer[key])
         for name in {*workload.baselines, "raw"} & rounds.keys():
