@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,7 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(
     demo = start(tmp_path)
     while not any(tmp_path.glob(f"lowwater-demo-*/{stage}")):
         assert demo.poll() is None
+        time.sleep(0.02)
     started = descendants(demo)
     assert started
     # As from a terminal, where the whole group gets it; and twice, as from somebody in a hurry.
