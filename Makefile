@@ -34,7 +34,7 @@ test: .venv/dev ## all tests, then those that need Docker
 		echo "test passed: all tests hold. There are no tests yet that need Docker, so none were run."; \
 	fi
 
-bench: bench-log bench-engine bench-restore ## measure everything against its peers
+bench: bench-log bench-engine bench-shipping bench-restore ## measure everything against its peers
 
 bench-log: .venv/bench ## measure the log against its peers, in one run
 	@$(BIN)/python bench/log.py --picture build/bench/log.png
@@ -43,6 +43,9 @@ bench-engine: .venv/bench ## measure the engine against its peers with 256 and w
 	@$(BIN)/python bench/engine.py --picture build/bench/engine.png
 	@$(BIN)/python bench/engine.py --memory 64 --json build/bench/engine-64.json --picture build/bench/engine-64.png
 	@$(BIN)/python bench/recovery.py --picture build/bench/recovery.png
+
+bench-shipping: .venv/bench ## measure shipping to an S3 server, writers beside it, and reading back
+	@$(BIN)/python bench/shipping.py --picture build/bench/shipping.png
 
 bench-restore: .venv/bench ## measure how long a restore takes until the first read, and until all of it is here
 	@$(BIN)/python bench/restore.py
