@@ -189,7 +189,10 @@ class _Demo:
                 for batch in _batches(iter(part), 7 + position):
                     log.append_payloads(batch)
         hashes = [
-            [(path.name, hashlib.sha256(path.read_bytes()).digest()) for path in sorted(log.glob("segment-*"))]
+            [
+                (path.name, hashlib.sha256(path.read_bytes()).digest())
+                for path in sorted(log.glob("segment-*"))
+            ]
             for log in (one, two)
         ]
         holds = len(hashes[0]) > 1 and hashes[0] == hashes[1]
@@ -290,7 +293,9 @@ class _Demo:
             store = open_store(self._uri, options=self._config["tier"]["options"])
             stored = [found.size for found in store.list()]
             store.close()
-            self._row("wait for the last of it", f"{shipped_s:.2f} s, {hwm:,} seqs shipped", status.error is None)
+            self._row(
+                "wait for the last of it", f"{shipped_s:.2f} s, {hwm:,} seqs shipped", status.error is None
+            )
             self._row("on the S3 server", f"{len(stored)} objects, {sum(stored) / 1e6:.1f} MB")
             return older_seq, older_root, db.root()
 
