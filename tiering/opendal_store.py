@@ -45,8 +45,8 @@ class StoreLimits:
     timeout_s: float = 30.0
     attempts_max: int = 5
     requests_max: int = 32
-    part_bytes: int = 8 * MIB
-    parts_at_once: int = 4
+    part_bytes: int = 5 * MIB
+    parts_at_once: int = 2
 
 
 class OpenDalStore(Handle):

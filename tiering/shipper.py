@@ -67,7 +67,7 @@ class ShippingOptions:
     interval_s: float = 10.0
     batch_segments_max: int = 100
     batch_bytes_max: int = 2**30
-    uploads_at_once: int = 4
+    uploads_at_once: int = 2
     # What is read and given to a store at once; the store makes its parts of that.
     part_bytes: int = 2**20
     # Of the manifest that a restore began with, whose own entry its log lacks.

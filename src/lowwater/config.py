@@ -202,8 +202,8 @@ class TierConfig(BaseModel):
     timeout_ms: Milliseconds = Field(default=30_000, ge=100, le=3_600_000)
     attempts_max: Count = Field(default=5, ge=1, le=100)
     requests_max: Count = Field(default=32, ge=1, le=10_000)
-    part_bytes: ByteSize = Field(default=8 * MIB, ge=5 * MIB, le=GIB)
-    parts_at_once: Count = Field(default=4, ge=1, le=64)
+    part_bytes: ByteSize = Field(default=5 * MIB, ge=5 * MIB, le=GIB)
+    parts_at_once: Count = Field(default=2, ge=1, le=64)
 
     @model_validator(mode="after")
     def _one_way_to_say_where(self) -> Self:
@@ -240,7 +240,7 @@ class ShippingConfig(BaseModel):
     interval_s: Seconds = Field(default=10.0, gt=0, le=86_400)
     batch_segments_max: Count = Field(default=100, ge=1, le=100_000)
     batch_bytes_max: ByteSize = Field(default=GIB, ge=MIB)
-    uploads_at_once: Count = Field(default=4, ge=1, le=64)
+    uploads_at_once: Count = Field(default=2, ge=1, le=64)
 
 
 class RetentionConfig(BaseModel):
