@@ -352,7 +352,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name="ours",
             label="Lowwater",
             run=ship,
-            configuration="segments as they are, each byte compared with its hash, recorded, manifests read back",
+            configuration="as they are, each byte compared with its hash, recorded, manifests read back",
             prepare=partial(make_log, compression="none"),
             data="none",
         ),
