@@ -1,4 +1,4 @@
-"""Shipping against a raw upload, and what it costs who writes meanwhile: `python -m bench.shipping --help`."""
+"""Shipping against a raw upload, and what it costs its writers: `python -m bench.shipping --help`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ENTRIES, ENTRY_BYTES = 10_000, 10 * 2**10
 WANTED = range(1000, 2000)
 PART_BYTES = 8 * 2**20
 AT_ONCE = 4
-# rclone reads a whole object again to answer what its ETag is, each time: no store does, and nobody asks for it.
+# rclone reads a whole object again to say what its ETag is, each time. No store does, and nobody asks for it.
 NO_ETAGS = ("--etag-hash", "")
 
 
@@ -69,7 +69,7 @@ def only_in_the_store(db: Any) -> int:
 
 
 def make_log(job: Job, *, compression: str, in_one: bool = False) -> None:
-    """A database whose log has so many bytes, none of them shipped: in segments of the usual size, or in one."""
+    """A database whose log has so many bytes, none of them shipped: in usual segments, or in one."""
     source = random.Random(payloads.SEED)
     usual_bytes = max(min(100_000_000, job.ship_bytes // 8), 2**20)
     # 2 GiB is the most that one may have.
@@ -344,7 +344,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name="raw",
             label="OpenDAL alone",
             run=upload_raw,
-            configuration=f"the same files, {AT_ONCE} at once, {AT_ONCE} parts of 8 MiB each at once; {SERVER}",
+            configuration=f"the same files, {AT_ONCE} at once, {AT_ONCE} parts of 8 MiB each; {SERVER}",
             prepare=partial(make_log, compression="none"),
             data="none",
         ),
@@ -352,7 +352,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name="ours",
             label="Lowwater",
             run=ship,
-            configuration="segments as they are: every byte compared with the log's hashes, recorded, manifests read back",
+            configuration="as they are, each byte compared with its hash, recorded, manifests read back",
             prepare=partial(make_log, compression="none"),
             data="none",
         ),
@@ -402,7 +402,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name=name,
             label=label,
             run=partial(read_cold, measured=read_range, compression=compression),
-            configuration=f"entries {WANTED.start:,} to {WANTED.stop:,} of {ENTRIES:,} of 10 KiB, nothing known before",
+            configuration=f"entries {WANTED.start:,} to {WANTED.stop:,} of {ENTRIES:,}, nothing known before",
         )
         for name, label, compression in (
             ("ours", "Lowwater, zstd", "zstd"),
@@ -414,7 +414,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name=name,
             label=label,
             run=partial(read_cold, measured=read_points, compression=compression),
-            configuration="single values of 10 KiB that are in the store only, the first with nothing known before",
+            configuration="values that are in the store only, the first with nothing known before",
         )
         for name, label, compression in (
             ("ours", "Lowwater, zstd", "zstd"),

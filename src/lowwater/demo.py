@@ -1,8 +1,9 @@
 """`make demo`: what is built so far, on the real parts, in under two minutes.
 
 A log whose writer is killed with SIGKILL has all that it acknowledged; two logs that got the same entries in
-different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses its
-directory, and comes back from the server alone: at once for the first read, then whole, and as it was before.
+different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses
+its directory, and comes back from the server alone: at once for the first read, then whole, and as it was
+before.
 
 Always true: the figures come from a process of its own, which owns nothing that outlives it. Whatever ends
 this one but SIGKILL, that one is ended, then the server, and then the directory is removed.
@@ -77,10 +78,12 @@ def _supervise() -> int:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
     try:
-        with tempfile.TemporaryDirectory(prefix="lowwater-demo-") as directory:
-            with S3Server(Path(directory, "server")) as server:
-                tier = {"uri": server.uri("demo"), "options": server.options}
-                return _show(directory, {"tier": tier})
+        with (
+            tempfile.TemporaryDirectory(prefix="lowwater-demo-") as directory,
+            S3Server(Path(directory, "server")) as server,
+        ):
+            tier = {"uri": server.uri("demo"), "options": server.options}
+            return _show(directory, {"tier": tier})
     except _Stopped as stopped:
         signum = stopped.args[0]
         print(f"demo stopped by {signal.Signals(signum).name}: nothing is left behind.", file=sys.stderr)
@@ -264,9 +267,9 @@ class _Demo:
             found_root == older_root,
         )
         self._proofs.append(
-            f"a database whose directory was deleted answered its first read {first_s:.2f} s after the restore "
-            f"began, from the S3 server alone, and had the same root; a full restore took {full_s:.1f} s, and one "
-            f"beside it as of seq {older_seq:,} had the root of that moment"
+            f"a database whose directory was deleted answered its first read {first_s:.2f} s after the "
+            f"restore began, from the S3 server alone, and had the same root; a full restore took "
+            f"{full_s:.1f} s, and one beside it as of seq {older_seq:,} had the root of that moment"
         )
 
     def _write_and_ship(self, directory: Path) -> tuple[int, str, str]:
