@@ -207,7 +207,7 @@ size = answer.size
 _, connection, memory, parent = sys.argv[:4]
 connection = socket.socket(fileno=int(sys.argv[2]))
 stop = False
-while connection.recv(65536) and not stop:
+while not stop and connection.recv(65536):
     {reply}
     connection.sendall(reply)
 """

@@ -68,6 +68,7 @@ RIGHT = {
 INSIDE = (
     *(
         "attach_tier",
+        "before_close",
         "begin_upkeep",
         "call_when_sealed",
         "complete_segments",

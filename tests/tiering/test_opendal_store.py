@@ -413,6 +413,6 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     while RealClock().monotonic() < deadline:
         try:
             socket.create_connection((host, int(port)), timeout=5).close()
-        except ConnectionRefusedError:
-            return
+        except ConnectionError:
+            return  # refused, or reset while it ends
     raise AssertionError("the server outlived its owner")
