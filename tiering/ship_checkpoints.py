@@ -53,6 +53,10 @@ class CheckpointShipper:
         self._again_s = AGAIN_S
         self.shipped = self.packs_written = self.bytes_written = 0
 
+    @property
+    def has_work(self) -> bool:
+        return self._job is not None or self._next() is not None
+
     def step(self) -> float | None:
         """A `Step` (engine/seams.py): one object, or a look at whether there is something to ship. Whatever
         is in the way is said in the log, and tried again."""

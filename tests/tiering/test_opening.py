@@ -60,6 +60,37 @@ def test_a_user_ships_to_a_folder_and_purges(tmp_path: Path) -> None:
     assert values_in(archived(server_of(archive))[1]) == written
 
 
+def test_checkpoints_follow_the_log_into_the_store(tmp_path: Path) -> None:
+    """Nobody has to ask for it; a second one takes only what is new, and a copy stands on them."""
+    archive = tmp_path / "archive"
+    config = {"tier": {"uri": f"file://{archive}"}, "shipping": {"interval_s": "100 ms"}}
+
+    def stored(folder: str) -> set[str]:
+        return {found.name for found in FolderStore(str(archive)).list(folder)}
+
+    with lowwater.open(tmp_path / "db", config=config) as db:
+        db.create_bucket("b")
+        db.put_many("b", [(f"{n:05}", b"%d" % n) for n in range(5000)])
+        ids = [db.checkpoint()]
+        db.put("b", "00001", b"changed")
+        ids.append(db.checkpoint())
+        db.ship(timeout=60)
+        last = f"checkpoints/checkpoint-{ids[-1]}.ckpt"
+        for _ in range(600):
+            if last in stored("checkpoints/") and db.shipping().as_dict()["state"] == "idle":
+                break
+            threading.Event().wait(0.1)
+        assert last in stored("checkpoints/")
+        assert stored("data/packs/")
+        db.ship(timeout=60)
+        root = db.root()
+    assert not [finding for finding in lowwater.check(f"file://{archive}") if finding.severity != "note"]
+    restored = lowwater.restore(f"file://{archive}", tmp_path / "copy")
+    assert restored.checkpoint_seq == int(ids[-1][:20])
+    with lowwater.open(tmp_path / "copy", config=config) as db:
+        assert db.root() == root
+
+
 def test_every_metric_of_shipping_moves(tmp_path: Path) -> None:
     """One that is declared and never shown misleads."""
     registry = CollectorRegistry()
