@@ -23,6 +23,13 @@ AGAIN_S = 1.0
 AGAIN_S_MAX = 60.0
 
 
+# The metric, and what it says.
+PAGES_AWAY = (
+    "lowwater_restore_pages_away",
+    "Pages that a restore has still to bring here, while it is open.",
+)
+
+
 class Warming:
     """`total` and `done` are pages: those that were away when it began, and those that it has brought."""
 
@@ -36,9 +43,7 @@ class Warming:
         self._again_s = AGAIN_S
         self.total = self.done = 0
         self.is_over = False
-        gauge = Gauge(
-            "lowwater_restore_pages_away", "Pages that a restore has still to bring here", registry=registry
-        )
+        gauge = Gauge(*PAGES_AWAY, registry=registry)
         gauge.set_function(lambda: self.total - self.done)
 
     def step(self) -> float | None:

@@ -127,10 +127,12 @@ class TierParts:
         )
         core.attach_tier(self)
         self.shipper.look()
-        self._checkpoints = CheckpointShipper(core, self._stores[0])
         self.shipper.start()
         self.retention.start()
-        self._checkpoint_task = core.seams.runner.start("tier-checkpoints", self._checkpoint_step)
+        if isinstance(core, Database):
+            # Replicas that are fed keep their newest checkpoints only: one that another recorded may be gone.
+            self._checkpoints = CheckpointShipper(core, self._stores[0])
+            self._checkpoint_task = core.seams.runner.start("tier-checkpoints", self._checkpoint_step)
 
     def _counted(self) -> None:
         """More of the log is in the store: it may be purged here, and checkpoints of it can follow."""

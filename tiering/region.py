@@ -87,6 +87,7 @@ class Region:
         seq_durable: int,
         *,
         upload_local: UploadLocal,
+        upload_checkpoint: Callable[[CheckpointDescriptor], bool],
         others: Callable[[], Iterator[Store]],
     ) -> bool:
         """Publish the manifest of the next entry that has none here. False where there is no such entry."""
@@ -99,7 +100,8 @@ class Region:
             if not (is_there or upload_local(segment)):
                 self._copy(segment_name(segment), others)
         for checkpoint in _recorded_at(catalogue.checkpoints, seq):
-            self._bring_checkpoint(checkpoint, others)
+            if not (self._has_object(checkpoint_name(checkpoint)) or upload_checkpoint(checkpoint)):
+                self._bring_checkpoint(checkpoint, others)
         BEFORE_MANIFEST()
         manifest = self.archive.publish(catalogue, seq)
         AFTER_MANIFEST()
@@ -125,8 +127,6 @@ class Region:
     ) -> None:
         """The store that it was shipped to has all of it."""
         name = checkpoint_name(checkpoint)
-        if self._has_object(name):
-            return
         for source in others():
             if not _has(source, name):
                 continue

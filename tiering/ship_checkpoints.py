@@ -95,6 +95,13 @@ class CheckpointShipper:
                 return each
         return None
 
+    def bring(self, stored: StoredCheckpoint) -> None:
+        """Have all of it in the store, whatever the log says."""
+        index = _read_all(stored.open_index())
+        for pack, size in decode_checkpoint(index).packs.items():
+            self._write_pack(stored, pack, size)
+        self._write_index(describe_checkpoint(index), index)
+
     def _ship(self, stored: StoredCheckpoint) -> Generator[float, None, None]:
         index = _read_all(stored.open_index())
         described = describe_checkpoint(index)
@@ -172,6 +179,15 @@ class CheckpointShipper:
             raise StoreCorrupt(
                 f"an object has {found.size} bytes, and has to have {size}", path=at(self._store.uri, name)
             )
+
+
+def bring_checkpoint(core: Core, store: Store, checkpoint: CheckpointDescriptor) -> bool:
+    """Have a store that lacks it get a checkpoint that is here too. False where it is not here."""
+    for stored in core.checkpoints():
+        if stored.seq == checkpoint.seq and stored.id == checkpoint.id:
+            CheckpointShipper(core, store).bring(stored)
+            return True
+    return False
 
 
 def _read_all(file: File) -> bytes:

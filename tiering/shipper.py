@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import SegmentDescriptor, segment_shipped_entry
+from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor, segment_shipped_entry
 from lowwater.engine.core import Core
 from lowwater.engine.database import Database
 from lowwater.engine.directory import Segment, read_sealed
@@ -42,6 +42,7 @@ from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.region import Region
+from lowwater.tiering.ship_checkpoints import bring_checkpoint
 from lowwater.tiering.store import Store
 from lowwater.tiering.upload_queue import Stopping, UploadQueue, is_alarm
 
@@ -371,11 +372,18 @@ class Shipper:
                 self._queue.upload(region, segment, local.path)
                 return True
 
+            def upload_checkpoint(checkpoint: CheckpointDescriptor) -> bool:
+                return bring_checkpoint(core, region.store, checkpoint)
+
             def others() -> Iterator[Store]:
                 return (each.store for each in self._regions if each is not region)
 
             region.publish_next(
-                core.catalogue, core.marks().durable, upload_local=upload_local, others=others
+                core.catalogue,
+                core.marks().durable,
+                upload_local=upload_local,
+                upload_checkpoint=upload_checkpoint,
+                others=others,
             )
             self._metrics.published(self._clock.monotonic() - began_s)
         if not region.counted:
