@@ -209,11 +209,14 @@ class AwayPages:
         to wait in."""
         size = page.size_bytes
         with self._lock:
-            if key not in self._returning:
-                if self._returning and self.returning_bytes + size > self.returning_bytes_max:
+            before = self._returning.get(key)
+            # One that waits for a reference that is there no more helps nobody.
+            if before is None or before[0] != data:
+                others_bytes = self.returning_bytes - (0 if before is None else before[1].size_bytes)
+                if others_bytes and others_bytes + size > self.returning_bytes_max:
                     return False
                 self._returning[key] = data, page
-                self.returning_bytes += size
+                self.returning_bytes = others_bytes + size
         if self.is_return_due:
             self.wake()
         return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from lowwater.config import TierConfig
 from lowwater.engine.real import sleep
 from lowwater.engine.seams import Files, Randomness
 from lowwater.errors import InvalidConfig
@@ -14,6 +14,9 @@ from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
+
+if TYPE_CHECKING:
+    from lowwater.config import TierConfig
 
 # The memories that have names: whoever opens one in this process finds the same objects.
 _memories: dict[str, MemoryObjects] = {}
@@ -36,6 +39,8 @@ def open_store(
     A store that can only be read is opened so, and says it when it is written. `read_only` tries nothing, and
     makes no folder.
     """
+    from lowwater.config import TierConfig  # pydantic takes longer to import than all the rest
+
     config = config or TierConfig()
     if uri is None:
         uri = config.store_uri()
