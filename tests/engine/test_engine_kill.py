@@ -349,8 +349,9 @@ class Killer:
                 if self.pid:
                     os.kill(self.pid, signal.SIGKILL)
         assert self.acknowledged > 20 * kills
-        assert self.lives_that_flushed > kills // 10, "pages were to be flushed all the time"
-        assert len(self.checkpoints_seen) > kills // 10, "checkpoints were to be made all the time"
+        if kills >= 100:  # of a few lives it is chance how far each comes
+            assert self.lives_that_flushed > kills // 10, "pages were to be flushed all the time"
+            assert len(self.checkpoints_seen) > kills // 10, "checkpoints were to be made all the time"
         assert min(self.ended_in_the_log[kind] for kind in ("commit", "abort", "rollback")) > kills // 10
 
 
