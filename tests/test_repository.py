@@ -139,3 +139,12 @@ def test_a_wheel_from_a_source_distribution_holds_the_modules_behind_the_links(t
     for folder in (*(ROOT / name for name in LAYERS), PACKAGE / "cli"):
         expected |= {f"lowwater/{path.relative_to(folder.parent)}" for path in folder.rglob("*.py")}
     assert held == expected
+
+
+def test_importing_it_does_not_take_what_only_configurations_need() -> None:
+    """pydantic takes longer to import than all the rest, and OpenDAL is for those who have a store."""
+    script = "import lowwater, sys; print([name for name in ('pydantic', 'opendal') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT / "src"
+    )
+    assert done.stdout.strip() == "[]"

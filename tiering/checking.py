@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowwater.config import Config, TierConfig
 from lowwater.engine.check import Finding
 from lowwater.engine.check_database import check_database
 from lowwater.engine.opening import LOG_DIRECTORY
@@ -18,6 +17,9 @@ from lowwater.tiering.names import CLUSTER, MANIFESTS
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.store import Store
+
+if TYPE_CHECKING:
+    from lowwater.config import TierConfig
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -28,6 +30,8 @@ def check(path_or_uri: str | os.PathLike[str], *, config: ConfigSource = None) -
 
     An error means that data cannot be trusted, or is gone; a warning that something is there which should not
     be; a note is no fault."""
+    from lowwater.config import Config  # pydantic takes longer to import than all the rest
+
     place = os.fspath(path_or_uri)
     loaded = Config.load(config)
     if not is_archive(place):

@@ -15,14 +15,12 @@ from lowwater.engine.blocks import HINT as REMOVE_HINT
 from lowwater.engine.blocks import hash_of
 from lowwater.engine.catalogue import CheckpointDescriptor
 from lowwater.engine.checkpoints import CheckpointRow, StoredCheckpoint
-from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_named, name_of, pack_name
+from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_named
 from lowwater.engine.content import Known
 from lowwater.engine.pages import encode_key, page_key
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
-
-CHECKPOINTS_PREFIX = "checkpoints"
-PACKS_PREFIX = "data/packs"
+from lowwater.tiering.names import PACKS, checkpoint_name, pack_object_name
 
 # What is read of lists at once, more or less.
 LOAD_BYTES = FETCH_BYTES // 2
@@ -44,9 +42,9 @@ class RemoteCheckpoint(StoredCheckpoint):
     """A checkpoint of the catalogue. It may be read by several threads at once."""
 
     def __init__(self, fetcher: Fetcher, descriptor: CheckpointDescriptor) -> None:
-        self.name = f"{CHECKPOINTS_PREFIX}/{name_of(descriptor.seq, descriptor.hash)}"
+        self.name = checkpoint_name(descriptor)
         self.path = fetcher.where(self.name)
-        self.packs_directory = fetcher.where(PACKS_PREFIX)
+        self.packs_directory = fetcher.where(PACKS.rstrip("/"))
         self.seq = descriptor.seq
         self._descriptor = descriptor
         self._fetcher = fetcher
@@ -83,7 +81,7 @@ class RemoteCheckpoint(StoredCheckpoint):
         """What a pack is called in the store, and its size."""
         if pack not in self.index.packs:
             raise Corrupt("a checkpoint names a pack that it does not have", path=self.path, seq=self.seq)
-        return f"{PACKS_PREFIX}/{pack_name(pack)}", self.index.packs[pack]
+        return pack_object_name(pack), self.index.packs[pack]
 
     def blocks(self) -> Iterator[Known]:
         """All of them, in order. Lists that lie behind one another come in one request."""

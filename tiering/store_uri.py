@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from lowwater.config import without_secrets
-from lowwater.errors import InvalidConfig
+from lowwater.errors import InvalidConfig, without_secrets
 
 Kind = Literal["file", "shared_fs", "memory", "s3", "gcs", "azblob"]
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from lowwater.errors import InvalidConfig
+from lowwater.errors import InvalidConfig, without_secrets
 
 ENV_PREFIX = "LOWWATER_"
 HINT = "docs/configuration.md lists the keys and what each takes"
@@ -101,13 +101,6 @@ def parse_optional_count(value: object) -> int | None:
     if value is None or value == "none":
         return None
     return _parse(value, {"versions": 1}, "versions", "1000")
-
-
-def without_secrets(uri: str) -> str:
-    """The URI of a store as it may be shown: what stands before an @ or after a ? may be a secret."""
-    place, mark, _ = uri.partition("?")
-    place = re.sub(r"//[^/]*@", "//…@", place)
-    return f"{place}?…" if mark else place
 
 
 def _path(value: object) -> object:

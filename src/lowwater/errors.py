@@ -49,7 +49,15 @@ A class says what to do; the fields say where: `path`, `seq`, `offset` (bytes in
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, ClassVar
+
+
+def without_secrets(uri: str) -> str:
+    """The URI of a store as it may be shown: what stands before an @ or after a ? may be a secret."""
+    place, mark, _ = uri.partition("?")
+    place = re.sub(r"//[^/]*@", "//…@", place)
+    return f"{place}?…" if mark else place
 
 
 class LowwaterError(Exception):

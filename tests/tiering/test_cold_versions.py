@@ -26,18 +26,18 @@ from lowwater.engine.format import Kind
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import DataError, NewerVersion, VersionGone
 from lowwater.tiering.cold_versions import ColdVersions
-from lowwater.tiering.remote_checkpoint import CHECKPOINTS_PREFIX, PACKS_PREFIX
+from lowwater.tiering.names import CHECKPOINTS, pack_object_name
 
 COUNT = 250
 
 
 def ship_checkpoint(stored: StoredCheckpoint, node: Node, store: CountingStore, catalogue: Catalogue) -> None:
     data = read_file(node.files, stored.path)
-    store.write(f"{CHECKPOINTS_PREFIX}/{stored.path.rpartition('/')[2]}", [data], size=len(data))
+    store.write(f"{CHECKPOINTS}{stored.path.rpartition('/')[2]}", [data], size=len(data))
     for pack, size in stored.index.packs.items():
         pack_data = read_file(node.files, f"{stored.packs_directory}/{pack_name(pack)}")
         assert len(pack_data) == size
-        store.write(f"{PACKS_PREFIX}/{pack_name(pack)}", [pack_data], size=size)
+        store.write(pack_object_name(pack), [pack_data], size=size)
     index = stored.index
     catalogue.add(
         CheckpointDescriptor(

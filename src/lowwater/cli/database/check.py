@@ -6,7 +6,7 @@ import click
 
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.output import end_on_sigterm, json_option, print_json
-from lowwater.config import without_secrets
+from lowwater.errors import without_secrets
 from lowwater.tiering.checking import check as check_it
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import click
 
 from lowwater.cli.log.findings import total_bytes
-from lowwater.config import Config, without_secrets
+from lowwater.config import Config
 from lowwater.engine.check import Finding
 from lowwater.engine.real import RealFiles
 from lowwater.engine.seams import Files
-from lowwater.errors import LowwaterError
+from lowwater.errors import LowwaterError, without_secrets
 from lowwater.tiering.archive_files import ArchiveFiles
 from lowwater.tiering.checking import is_archive, open_to_read
 
