@@ -3,7 +3,7 @@
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench bench-log bench-engine bench-shipping bench-restore chaos format clean
+.PHONY: help demo check test bench bench-log bench-engine bench-shipping bench-restore bench-spark chaos format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ check: .venv/dev ## formatting, lint, types, import contracts and the fast tests
 	@echo "check: import contracts"
 	@$(BIN)/lint-imports --no-logo
 	@echo "check: fast tests"
-	@$(BIN)/pytest -q -n 2 -m "not slow and not chaos and not docker"
+	@$(BIN)/pytest -q -n 2 -m "not slow and not docker"
 	@echo "check passed: formatting, lint, strict types, import contracts and the fast tests all hold."
 
 test: .venv/dev ## all tests, then those that need Docker
@@ -34,7 +34,7 @@ test: .venv/dev ## all tests, then those that need Docker
 		echo "test passed: all tests hold. There are no tests yet that need Docker, so none were run."; \
 	fi
 
-bench: bench-log bench-engine bench-shipping bench-restore ## measure everything against its peers
+bench: bench-log bench-engine bench-shipping bench-restore bench-spark ## measure everything against its peers
 
 bench-log: .venv/bench ## measure the log against its peers, in one run
 	@$(BIN)/python bench/log.py --picture build/bench/log.png
@@ -50,9 +50,14 @@ bench-shipping: .venv/bench ## measure shipping to an S3 server, writers beside 
 bench-restore: .venv/bench ## measure how long a restore takes until the first read, and until all of it is here
 	@$(BIN)/python bench/restore.py
 
-chaos: .venv/dev ## the tests that run for minutes
-	@$(BIN)/pytest -m chaos --timeout 7200 tests/
-	@echo "chaos passed: every test that runs for minutes holds."
+bench-spark: .venv/bench ## measure Spark over an archive against Parquet of the same rows
+	@$(BIN)/python bench/spark.py --picture build/bench/spark.png
+
+chaos: .venv/dev ## the tests that draw their cases, with as many as have to hold once: more than an hour
+	@MODEL_STEPS=1000000 TIERED_STEPS=160000 LIVES=300 LIVES_TRACED=300 SPARK_ARCHIVES=30 STREAM_KILLS=20 \
+		$(BIN)/pytest -q -n 2 --timeout 7200 tests/engine/test_engine_model.py tests/tiering/test_tiered_model.py \
+		tests/chaos tests/spark/test_frames.py tests/spark/test_building.py tests/spark/test_stream_kill.py
+	@echo "chaos passed: models, lives, Spark's replays and its killed streams hold, with long runs of each."
 
 format: .venv/dev ## write the formatting, and what lint can correct
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
@@ -61,7 +66,7 @@ clean: ## remove .venv and all that was built or cached
 	@rm -rf .venv build dist src/*.egg-info .hypothesis .*_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/dev: pyproject.toml
+.venv/dev: pyproject.toml tests/spark/connect.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		for python in python3.11 python3.12 python3.13 python3; do \
 			if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -80,6 +85,7 @@ clean: ## remove .venv and all that was built or cached
 	}
 	@echo ".venv: installing lowwater and what its tests need (the first time takes a minute)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target .venv/connect -r tests/spark/connect.txt
 	@echo ".venv: ready"
 	@touch $@
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = ("lowwater", "rocksdict", "lmdb", "slatedb", "numpy", "pyarrow", "blake3")
+PACKAGES = ("lowwater", "rocksdict", "lmdb", "slatedb", "numpy", "pyarrow", "blake3", "pyspark")
 
 
 def filesystem_of(directory: Path) -> str:

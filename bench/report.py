@@ -308,6 +308,61 @@ SHIPPING = Benchmark(
 )
 
 
+SPARK = Benchmark(
+    name="spark",
+    workloads=(
+        Workload(
+            name="columns",
+            title="All columns of an archive's entries, values of 100 B",
+            unit="M rows/s",
+            divisor=1e6,
+            baselines=("parquet", "parquet-zstd"),
+            yardstick="parquet",
+        ),
+        Workload(
+            name="projected",
+            title="Seq and key of them",
+            unit="M rows/s",
+            divisor=1e6,
+            baselines=("parquet", "parquet-zstd"),
+            yardstick="parquet",
+        ),
+        Workload(
+            name="state",
+            title="The state as of a seq, four entries a key",
+            unit="M entries/s",
+            divisor=1e6,
+            baselines=("parquet", "struct"),
+            yardstick="parquet",
+        ),
+        Workload(
+            name="export",
+            title="Writing all entries as Parquet",
+            unit="M rows/s",
+            divisor=1e6,
+            baselines=("parquet",),
+            yardstick="parquet",
+        ),
+    ),
+    targets=tuple(
+        Target(what=what, workload=workload, contender="ours", metric=f"ratio_to_{other}", bar=bar)
+        for what, workload, other, bar in (
+            ("all columns, verified ÷ Parquet", "columns", "parquet", 0.55),
+            ("seq and key, verified ÷ Parquet", "projected", "parquet", 0.55),
+            ("state as of a seq ÷ Parquet tuned the same way", "state", "parquet", 0.7),
+            ("state as of a seq ÷ Parquet with max(struct)", "state", "struct", 1.8),
+            ("export ÷ Parquet → Parquet", "export", "parquet", 1.3),
+        )
+    ),
+    panels=(
+        ("columns", "ratio_to_parquet", "all columns of 8 M entries, ÷ Parquet of the same rows"),
+        ("projected", "ratio_to_parquet", "seq and key of them, ÷ Parquet"),
+        ("state", "ratio_to_parquet", "state as of a seq, 2 M entries, ÷ Parquet tuned the same way"),
+        ("export", "ratio_to_parquet", "export of 2 M entries, ÷ Parquet → Parquet"),
+    ),
+)
+
+
 def summarise(rounds: Mapping[str, Sequence[Round]], workload: Workload) -> dict[str, dict[str, Spread]]:
     """Contender → metric → spread. A contender without a single good round has no metrics."""
     return {name: _metrics(answers, rounds, workload) for name, answers in rounds.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -78,6 +79,9 @@ class Archive:
 
     def measure(self) -> None:
         point, to = self.point, self._directory / "clone"
+        # Whoever restores has a new process, without the objects that writing the archives has left.
+        gc.collect()
+        gc.freeze()
         os.sync()
         began_s = time.perf_counter()
         done = lowwater.restore(self._uri, to, clone=True)

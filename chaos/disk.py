@@ -28,7 +28,7 @@ from blake3 import blake3
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.survival import Change, Survival, apply_change, lose_power, surviving_names
 from lowwater.engine.memory import ROOM_BYTES
-from lowwater.engine.seams import SyncMode, write_in_turn
+from lowwater.engine.seams import SyncMode, write_all
 
 MutatingKind = Literal[
     "create",
@@ -182,7 +182,16 @@ class FaultyFile:
         return count
 
     def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
-        write_in_turn(self, offset, parts, sync)
+        """As where the system has them all at once: those behind one that failed are written too."""
+        failure: OSError | None = None
+        for part in parts:
+            try:
+                write_all(self, offset, [part], sync)
+            except OSError as error:
+                failure = failure or error
+            offset += len(part)
+        if failure is not None:
+            raise failure
 
     def _as_written(self, offset: int, data: bytes, *, whole: bool) -> Change:
         """What a write puts on the disk: of a sequential file whole blocks, what stands before the data in
@@ -351,9 +360,6 @@ class FaultyFiles:
             self._unsynced_names = later[::-1]
 
         self.perform("sync_directory", directory, effect)
-
-    def settle(self, path: str) -> None:
-        """No write here outlives its program."""
 
     def lock(self, path: str, owner: str) -> FaultyFile:
         def effect(_: Fault) -> FaultyFile:

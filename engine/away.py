@@ -51,6 +51,14 @@ class PageAway(Exception):
         self.data = data
 
 
+class ReadFirst(Exception):
+    """Something else is away: `read` reads it, and remembers it for who calls again."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        super().__init__()
+        self.read = read
+
+
 class _Flight:
     """A read that is under way."""
 
@@ -140,6 +148,8 @@ class AwayPages:
                     needed.append(away)
                     if keeps:
                         self.give_back(away.key, away.data, page)
+                except ReadFirst as other:
+                    other.read()
         finally:
             for each in needed:
                 self._let_go(each)

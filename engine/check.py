@@ -129,7 +129,8 @@ def check_directory_steps(
                 finally:
                     file.close()
         except LowwaterError as error:
-            yield Finding.of(error, place.path)
+            if not (isinstance(error, NotFound) and _is_purged(files, directory, place.seq_last)):
+                yield Finding.of(error, place.path)
             segment = None
         # After a segment that could not be read, the next one has nothing to be compared with.
         before = segment
@@ -147,6 +148,14 @@ def check_directory_steps(
             None,
             "files of the log are missing or were replaced: restore them",
         )
+
+
+def _is_purged(files: Files, directory: str, seq_last: int) -> bool:
+    """Whether the log begins after a segment by now: retention removes the oldest ones while somebody looks.
+    The newest complete one always stays, so where none is left they were lost."""
+    with typed_errors(directory, "check the log directory"):
+        numbered = read_names(files, directory).numbered
+    return bool(numbered) and numbered[0][0] > seq_last
 
 
 def _check_durable(file: File, end: int, path: str) -> tuple[list[Step], int]:

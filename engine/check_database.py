@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import Finding, check_directory, require_log
 from lowwater.engine.check_checkpoints import check_checkpoints
 from lowwater.engine.check_pages import check_pages
@@ -50,8 +51,12 @@ def _of_pages(files: Files, directory: str, log: str) -> Iterator[Finding]:
     except LowwaterError as error:
         yield Finding.of(error, path)
         return
-    values = ValueReader(segments_in(files, log), log)
+    catalogue = Catalogue()
+    values = ValueReader(
+        segments_in(files, log), log, is_shipped=lambda seq: catalogue.segment_of(seq) is not None
+    )
     try:
+        catalogue.load(store.read_meta())
         meta = read_meta(store.read_meta(), path)
         if meta is not None:
             cluster_id = meta.cluster_id

@@ -37,7 +37,7 @@ from lowwater.engine.transaction_table import (
     load_table,
     unstamped_in,
 )
-from lowwater.errors import Corrupt, LowwaterError
+from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError
 
 _HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
 
@@ -233,8 +233,12 @@ def _why_disordered(page: Page) -> str:
     return ""
 
 
+_ARCHIVED = "their segments were shipped and purged: scrub the archive, or check the database with its store"
+
+
 def _check_rows(page: Page, path: str, read_value: PlaceReader) -> Iterator[Finding]:
     """Each row for itself."""
+    archived = 0
     for index, key in enumerate(page.keys):
         seq, _, flags, _, value = page.row(index)
         try:
@@ -247,10 +251,16 @@ def _check_rows(page: Page, path: str, read_value: PlaceReader) -> Iterator[Find
         if flags & REFERENCE:
             try:
                 why = _why_unreadable(value, read_value)
+            except ArchivedOnly:
+                archived += 1
+                continue
             except LowwaterError as error:
                 why = error.message
             if why:
                 yield _error(f"the large value of {_shown(key)}: {why}", path, seq)
+    if archived:
+        what = f"{archived:,} large values are in the object store only, and were not read"
+        yield Finding("note", f"{_shown(page.keys[0])} and after it: {what}", path, None, None, _ARCHIVED)
 
 
 def _why_unreadable(place: bytes, read_value: PlaceReader) -> str:

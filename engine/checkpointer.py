@@ -7,32 +7,31 @@ Always true:
   - all changes up to the seq are in pages before the first is read, so no change in memory is looked at;
   - a checkpoint is due until it is durable under its name; one that cannot be made is given up, and that is
     said. The one after it, which needs its blocks, has to be a full one;
-  - where a page is needed that is away and does not come, it stays due, and is begun again.
+  - where a page is needed that is away and does not come, it stays due, and is begun again;
+  - one that a former life has asked for, or another cluster before this one was cloned, and that rests on one
+    which is not here, is given up quietly: nobody waits for it, and the next one is a full one.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable
 
-from lowwater.engine.blocks import (
-    HASH_BYTES,
-    NO_HASH,
-    Listed,
-    Location,
-    encode_list,
-    encode_locations,
-    encode_places,
-    hash_of,
-    places_hash_of,
-)
+from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
-from lowwater.engine.ckpt import PACK_BYTES, Checkpoint, ListEntry, encode_checkpoint, pack_header
-from lowwater.engine.content import AnyBlock, AwayBlock, Block, IsBoundary, Known, blocks_at
+from lowwater.engine.ckpt import Checkpoint, decode_checkpoint, encode_checkpoint
+from lowwater.engine.content import IsBoundary, blocks_at
 from lowwater.engine.due import Due
+from lowwater.engine.packing import Packing
 from lowwater.engine.state import State
-from lowwater.errors import DiskFull, InternalError, LowwaterError, NotFound, ReopenError, RetryError
+from lowwater.errors import (
+    DataError,
+    DiskFull,
+    InternalError,
+    LowwaterError,
+    NotFound,
+    ReopenError,
+    RetryError,
+)
 from lowwater.logging import get_logger
 
 _logger = get_logger("checkpoint")
@@ -41,6 +40,10 @@ _logger = get_logger("checkpoint")
 BLOCKS_AT_ONCE = 16
 FAILURES_MAX = 16
 _HINT = "the database goes on without it: deal with the cause, and make another checkpoint"
+
+
+FromArchive = Callable[[int], tuple[bytes, Callable[[bytes], bytes]] | None]
+"""The index of the checkpoint of a seq, and what reads its packs."""
 
 
 class MustWait(Exception):
@@ -60,19 +63,29 @@ class Checkpointer:
         flush_to: Callable[[int], bool],
         begins_list: Callable[[], IsBoundary],
         cluster_id: Callable[[int], bytes],
+        needed: Callable[[], Iterable[int]],
+        from_archive: FromArchive,
+        redone_seq: int,
     ) -> None:
-        """`flush_to(seq)` does a step towards having everything up to there in pages; False when it is."""
+        """`flush_to(seq)` does a step towards having everything up to there in pages; False when it is.
+        `needed()` says which checkpoints are kept although there are newer ones, `from_archive(seq)` reads
+        one that is not here, None where nobody has it. The entries up to `redone_seq` are of former lives."""
         self._state = state
         self._checkpoints = checkpoints
         self._flush_to = flush_to
         self._begins_list = begins_list
         self._cluster_id = cluster_id
+        self._needed = needed
+        self._from_archive = from_archive
+        self._redone_seq = redone_seq
+        # Bases that are damaged where they would come from: the next checkpoint has to do without.
+        self.unreadable: set[int] = set()
         self._job: Generator[None, None, None] | None = None
         self._due: Due | None = None
         self.is_closed = False
         # Why the last ones were given up, by seq.
         self.failures: dict[int, LowwaterError] = {}
-        self.made = 0
+        self.made = self.brought = 0
         self.rows_written = 0
 
     def step(self) -> bool:
@@ -131,7 +144,10 @@ class Checkpointer:
             _logger.warning("old checkpoints were not removed", error=str(error))
             self._end(due)
             return
-        _logger.warning("a checkpoint was given up", seq=due.seq, error=str(error))
+        has_base = self._checkpoints.of(due.base_seq) is not None or due.base_seq in self.unreadable
+        is_nobodys = isinstance(error, NotFound) and due.seq <= self._redone_seq and not has_base
+        tell = _logger.info if is_nobodys else _logger.warning
+        tell("a checkpoint was given up", seq=due.seq, error=str(error))
         if isinstance(error, ReopenError | DiskFull):
             error.hint = _HINT
         while len(self.failures) >= FAILURES_MAX:
@@ -152,13 +168,15 @@ class Checkpointer:
             if due.base_seq:
                 base = self._checkpoints.of(due.base_seq)
                 if base is None:
+                    base = yield from self._bring(due.base_seq)
+                if base is None:
                     raise NotFound(
                         f"the checkpoint of {due.base_seq}, of which this one needs the blocks, is not here",
                         seq=due.seq,
                         hint="make a full checkpoint",
                     )
             self._checkpoints.begin()
-            packing = _Packing(self._checkpoints, base, self._begins_list())
+            packing = Packing(self._checkpoints.write_pack, base, self._begins_list())
             for count, each in enumerate(blocks_at(self._state, due.seq, base=base, with_changes=False)):
                 if each is not None:
                     yield from packing.add(each)
@@ -182,193 +200,28 @@ class Checkpointer:
             self.made += 1
         yield from self._thin_out()
 
+    def _bring(self, seq: int) -> Generator[None, None, StoredCheckpoint | None]:
+        """Have a checkpoint here that is in the archive, as in a directory that was restored: what comes next
+        need not be written, and shipped, as a whole."""
+        try:
+            found = self._from_archive(seq)
+            if found is None:
+                return None
+            data, read_pack = found
+            self._checkpoints.begin()
+            yield
+            for pack in decode_checkpoint(data).packs:
+                if not self._checkpoints.has_pack(pack):
+                    written = yield from self._checkpoints.write_pack([read_pack(pack)])
+                    assert written == pack
+                yield
+        except (DataError, NotFound):
+            self.unreadable.add(seq)
+            raise
+        self.brought += 1
+        return (yield from self._checkpoints.write_index(seq, data))
+
     def _thin_out(self) -> Generator[None, None, None]:
         """Remove what neither a reader nor a checkpoint to come needs."""
-        needed = [due.base_seq for due in self._state.checkpoints_due]
-        return self._checkpoints.thin_out([*needed, self._state.base_seq])
-
-
-# ---------------------------------------------------------------------------- packs
-
-
-@dataclass(slots=True)
-class _Pack:
-    """One that is being filled. Its hash is known when it is full."""
-
-    parts: list[bytes] = field(default_factory=lambda: [pack_header()])
-    size_bytes: int = len(pack_header())
-    hash: bytes = b""
-
-    def add(self, *parts: bytes) -> int:
-        """Returns the offset at which they begin."""
-        assert not self.hash, "a pack that is written is full"
-        offset = self.size_bytes
-        self.parts += parts
-        self.size_bytes += sum(map(len, parts))
-        return offset
-
-
-@dataclass(slots=True)
-class _Packed:
-    """Where a block will lie once its pack has a hash."""
-
-    pack: _Pack
-    offset: int
-    places_hash: bytes
-    places_bytes: int
-
-    def location(self) -> Location:
-        assert self.pack.hash
-        return Location(self.pack.hash, self.offset, self.places_hash, self.places_bytes)
-
-
-@dataclass(slots=True)
-class _List:
-    """A list and where its blocks lie. Once that is known, its entry and the packs take the place of both."""
-
-    blocks: list[Listed]
-    places: list[Location | _Packed]
-    packs: list[bytes] = field(default_factory=list)
-    entry: ListEntry | None = None
-    pack: _Pack | None = None
-
-
-class _Packing:
-    """Puts blocks that are not in the base into packs, in the order of their keys, and lists behind them."""
-
-    def __init__(
-        self, checkpoints: Checkpoints, base: StoredCheckpoint | None, begins_list: IsBoundary
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._begins_list = begins_list
-        self._base_packs = {} if base is None else base.index.packs
-        self._base_blocks = _Cursor(iter(()) if base is None else base.blocks())
-        self._base_lists = {} if base is None else {each.list_hash: each for each in base.index.lists}
-        self._data = _Pack()
-        self._listed = _Pack()
-        self._open = _List([], [])
-        # Lists that wait for packs of their blocks, and then for their own, in order.
-        self._waiting: deque[_List] = deque()
-        self._placed: list[_List] = []
-        self._sizes: dict[bytes, int] = {}
-        self.row_count = 0
-        self.block_count = 0
-        self.rows_written = 0
-
-    def add(self, block: AnyBlock) -> Generator[None, None, None]:
-        listed = block.listed
-        if self._open.blocks and self._begins_list(listed.key):
-            self._end_list()
-        where: Location | _Packed | None
-        if isinstance(block, Known):
-            where = block.location
-        else:
-            where = self._base_blocks.find(listed)
-            if where is None:
-                where = self._pack(block.read() if isinstance(block, AwayBlock) else block)
-        self._open.blocks.append(listed)
-        self._open.places.append(where)
-        self.row_count += listed.row_count
-        self.block_count += 1
-        if self._data.size_bytes >= PACK_BYTES:
-            yield from self._write_data()
-
-    def _pack(self, block: Block) -> _Packed:
-        self.rows_written += block.listed.row_count
-        if not block.places:
-            return _Packed(self._data, self._data.add(block.data), NO_HASH, 0)
-        places = encode_places(block.places)
-        return _Packed(self._data, self._data.add(block.data, places), hash_of(places), len(places))
-
-    def _end_list(self) -> None:
-        self._waiting.append(self._open)
-        self._open = _List([], [])
-
-    def _write_data(self) -> Generator[None, None, None]:
-        yield from self._write(self._data)
-        self._data = _Pack()
-        yield from self._place_lists()
-
-    def _write(self, pack: _Pack) -> Generator[None, None, None]:
-        pack.hash = yield from self._checkpoints.write_pack(pack.parts)
-        assert len(pack.hash) == HASH_BYTES
-        self._sizes[pack.hash] = pack.size_bytes
-        pack.parts = []
-
-    def _place_lists(self) -> Generator[None, None, None]:
-        """The lists all of whose blocks lie somewhere, as far as they come without a gap."""
-        while self._waiting:
-            each = self._waiting[0]
-            if any(isinstance(place, _Packed) and not place.pack.hash for place in each.places):
-                return
-            self._waiting.popleft()
-            self._place_list(each)
-            self._placed.append(each)
-            if self._listed.size_bytes >= PACK_BYTES:
-                yield from self._write(self._listed)
-                self._listed = _Pack()
-            yield
-
-    def _place_list(self, each: _List) -> None:
-        locations = [place.location() if isinstance(place, _Packed) else place for place in each.places]
-        blocks, each.blocks, each.places = each.blocks, [], []
-        each.packs = list(dict.fromkeys(location.pack for location in locations))
-        data = encode_list(blocks)
-        list_hash = hash_of(data)
-        each.entry = self._base_lists.get(list_hash)
-        if each.entry is not None:
-            return
-        located = encode_locations(locations)
-        each.pack = self._listed
-        each.entry = ListEntry(
-            blocks[0].key,
-            list_hash,
-            len(data),
-            hash_of(located),
-            len(located),
-            places_hash_of(locations),
-            b"",
-            self._listed.add(data, located),
-        )
-
-    def finish(self) -> Generator[None, None, tuple[list[ListEntry], dict[bytes, int]]]:
-        """The entries of all lists, and all packs that they lead to, with their sizes."""
-        if self._open.blocks:
-            self._end_list()
-        if len(self._data.parts) > 1:
-            yield from self._write(self._data)
-        yield from self._place_lists()
-        assert not self._waiting
-        if len(self._listed.parts) > 1:
-            yield from self._write(self._listed)
-        lists: list[ListEntry] = []
-        packs: dict[bytes, int] = {}
-        for number, each in enumerate(self._placed):
-            assert each.entry is not None
-            entry = each.entry if each.pack is None else each.entry._replace(pack=each.pack.hash)
-            lists.append(entry)
-            for pack in (*each.packs, entry.pack):
-                packs.setdefault(pack, self._size_of(pack))
-            if number % BLOCKS_AT_ONCE == 0:
-                yield
-        return lists, packs
-
-    def _size_of(self, pack: bytes) -> int:
-        size = self._sizes.get(pack)
-        return self._base_packs[pack] if size is None else size
-
-
-class _Cursor:
-    """The blocks of the base, asked for in the order of their keys."""
-
-    def __init__(self, blocks: Iterator[Known]) -> None:
-        self._blocks = blocks
-        self._current = next(blocks, None)
-
-    def find(self, listed: Listed) -> Location | None:
-        """Where the base has this very block."""
-        while self._current is not None and self._current.listed.key < listed.key:
-            self._current = next(self._blocks, None)
-        if self._current is None or self._current.listed != listed:
-            return None
-        return self._current.location
+        bases = [due.base_seq for due in self._state.checkpoints_due]
+        return self._checkpoints.thin_out([*bases, self._state.base_seq, *self._needed()])

@@ -24,11 +24,13 @@ from lowwater.engine.blocks import (
     LARGE,
     NO_HASH,
     Place,
+    Rows,
     decode_list,
     decode_locations,
     decode_places,
     decode_rows,
     hash_of,
+    made_of,
 )
 from lowwater.engine.ckpt import (
     Checkpoint,
@@ -145,7 +147,7 @@ class StoredCheckpoint:
             locations = decode_locations(data[entry.list_bytes :], entry.locations_hash)
             if len(listed) != len(locations):
                 raise Corrupt("a list of blocks has other locations than blocks", hint=HINT)
-            return list(map(Known, listed, locations))
+            return made_of(Known, listed, locations)
 
     def blocks(self) -> Iterator[Known]:
         for entry in self.index.lists:
@@ -153,23 +155,29 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------------ rows
 
-    def rows_of(self, known: Known) -> Iterator[CheckpointRow]:
-        """The rows of a block."""
+    def content_of(self, known: Known) -> tuple[Rows, list[Place]]:
+        """A block, and the places of its large values."""
         listed, location = known
         size = listed.block_bytes + location.places_bytes
         with typed_errors(f"{self.packs_directory}/{pack_name(location.pack)}", "read a pack"):
             data = self.read_packed(location.pack, location.offset, size)
             rows = decode_rows(data[: listed.block_bytes], listed.block_hash)
-            places: Iterator[Place] = iter(())
+            places: list[Place] = []
             if location.places_hash != NO_HASH:
-                found = decode_places(data[listed.block_bytes :], location.places_hash)
-                if len(found) != sum(bool(flag & REFERENCE) for flag in rows.flags):
-                    raise Corrupt("a block has other places than large values", hint=HINT)
-                places = iter(found)
+                places = decode_places(data[listed.block_bytes :], location.places_hash)
+            if len(places) != sum(bool(flag & REFERENCE) for flag in rows.flags):
+                raise Corrupt("a block has other places than large values", hint=HINT)
+        return rows, places
+
+    def rows_of(self, known: Known) -> Iterator[CheckpointRow]:
+        """The rows of a block."""
+        rows, places = self.content_of(known)
+        at = iter(places)
+        with typed_errors(f"{self.packs_directory}/{pack_name(known.location.pack)}", "read a pack"):
             for key, seq, time_us, flags, metadata, value in zip(
                 rows.keys, rows.seqs, rows.times, rows.flags, rows.metadata, rows.values, strict=True
             ):
-                yield _row(key, seq, time_us, flags, metadata, value, places)
+                yield _row(key, seq, time_us, flags, metadata, value, at)
 
     def rows(self) -> Iterator[CheckpointRow]:
         """All of them, in the order of their encoded keys."""
@@ -184,9 +192,7 @@ def _row(
     value_bytes, value_hash, place = len(value), None, None
     if flags & REFERENCE:
         value_bytes, value_hash = LARGE.unpack(value)
-        place = next(places, None)
-        if place is None:
-            raise Corrupt("a large value in a checkpoint has no place", seq=seq, hint=HINT)
+        place = next(places)
     assert not flags & BUCKET or not bucket
     return CheckpointRow(
         bucket.decode(),
@@ -303,6 +309,10 @@ class Checkpoints:
         yield
         yield from self._write(f"{self.packs_directory}/{pack_name(pack_hash)}", data)
         return pack_hash
+
+    def has_pack(self, pack: bytes) -> bool:
+        """Whether a pack is here, whoever needs it."""
+        return pack_name(pack) in self._names(self.packs_directory)
 
     def write_index(self, seq: int, data: bytes) -> Generator[None, None, StoredCheckpoint]:
         """The index of a checkpoint whose packs are all written: it is complete once this returns."""

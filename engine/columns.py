@@ -3,9 +3,10 @@
 Always true:
   - every byte that becomes a column was verified first: by the block hashes of a sealed segment, by each
     frame's checksum where there is no footer;
-  - `read_window` and `KeyIndex` give what their plain twins in `footer.py` give, byte for byte.
+  - `read_window` and `KeyIndex` give what their plain twins in `footer.py` give, byte for byte;
+  - a column that is not asked for costs nothing.
 
-pyarrow is needed for `read_columns` only.
+pyarrow is needed for columns only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lowwater.errors import Corrupt, InvalidEntry, NotFound
 if TYPE_CHECKING:
     import pyarrow
 
-_Int64 = npt.NDArray[np.int64]
+Int64 = npt.NDArray[np.int64]
 _FIXED = np.dtype(
     {
         "names": [
@@ -56,7 +57,7 @@ _GROUP_MASK = len(format.GROUP_BYTES) - 1
 _VECTOR_KEY_BYTES_MAX = 64
 
 
-def _gather(data: bytes | memoryview, dtype: np.dtype[Any], positions: _Int64) -> npt.NDArray[Any]:
+def gather(data: bytes | memoryview, dtype: np.dtype[Any], positions: Int64) -> npt.NDArray[Any]:
     """`dtype` read at arbitrary positions: an overlapping view of one item a byte, indexed."""
     count = len(data) - dtype.itemsize + 1
     if len(positions) and (count < 1 or int(positions.max()) >= count or int(positions.min()) < 0):
@@ -66,11 +67,14 @@ def _gather(data: bytes | memoryview, dtype: np.dtype[Any], positions: _Int64) -
     return view[positions].view(dtype)
 
 
-class _Frames:
-    """The fixed parts of many frames, and where their variable parts begin."""
+class Frames:
+    """Frames that follow one another in `data`: their fixed parts, and where their variable parts begin."""
 
-    def __init__(self, data: bytes, positions: _Int64) -> None:
-        self.fixed = _gather(data, _FIXED, positions)
+    def __init__(self, data: bytes | memoryview, positions: Int64, end: int | None = None) -> None:
+        """`end` is where the last one has to end, where that is known."""
+        self.data = data
+        self.positions = positions
+        self.fixed = gather(data, _FIXED, positions)
         flags = self.fixed["flags"]
         self.kinds = self.fixed["kind"]
         self._check_known(flags)
@@ -80,7 +84,7 @@ class _Frames:
             self.bucket_starts = self.bucket_starts + _GROUP_BYTES[flags & _GROUP_MASK]
             with_before = np.flatnonzero(flags & int(Flag.BEFORE))
             if len(with_before):
-                lengths = _gather(data, np.dtype("<u4"), self.bucket_starts[with_before]).astype(np.int64)
+                lengths = gather(data, np.dtype("<u4"), self.bucket_starts[with_before]).astype(np.int64)
                 self.bucket_starts[with_before] += 4 + lengths
         self.key_starts = self.bucket_starts + self.fixed["bucket_len"]
         self.metadata_starts = self.key_starts + self.fixed["key_len"]
@@ -88,8 +92,27 @@ class _Frames:
         self.ends = positions + FRAME_BYTES + self.fixed["length"]
         if bool((self.ends[:-1] != positions[1:]).any()):
             raise Corrupt("a frame does not end where the next one begins")
+        if end is not None and len(self.ends) and int(self.ends[-1]) != end:
+            raise Corrupt("the last frame does not end where it should")
         if bool((self.value_starts > self.ends).any()) or (len(self.ends) and int(self.ends[-1]) > len(data)):
             raise Corrupt("the lengths inside a frame exceed it")
+
+    def taken(self, places: npt.NDArray[np.intp]) -> Frames:
+        """Some of them, by their places, which rise."""
+        made = object.__new__(Frames)
+        made.data, made.has_groups = self.data, self.has_groups
+        for name in (
+            "positions", "fixed", "kinds", "bucket_starts", "key_starts", "metadata_starts", "value_starts",
+            "ends",
+        ):  # fmt: skip
+            setattr(made, name, getattr(self, name)[places])
+        return made
+
+    def group(self, flag: Flag, offset: int, dtype: str, places: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
+        """What stands `offset` bytes into the optional group of a flag, which the frames at `places` have."""
+        flags = self.fixed["flags"][places] & (int(flag) - 1) & _GROUP_MASK
+        starts = self.positions[places] + format.FRAME_FIXED_BYTES + _GROUP_BYTES[flags]
+        return gather(self.data, np.dtype(dtype), starts + offset)
 
     def _check_known(self, flags: npt.NDArray[np.uint16]) -> None:
         counts = np.bincount(self.kinds, minlength=256)
@@ -102,7 +125,7 @@ class _Frames:
 def read_window(data: bytes, base: int, positions: Sequence[int], frame_first: int) -> Window:
     """The vectorised twin of `footer.read_window`."""
     at = np.frombuffer(array("I", positions), np.uint32).astype(np.int64) - base
-    frames = _Frames(data, at)
+    frames = Frames(data, at)
     fixed = frames.fixed
     effective = (fixed["bucket_len"] > 0) & (fixed["flags"] & int(Flag.REFUSED) == 0)
     messages = effective & (frames.kinds == int(Kind.APPEND))
@@ -151,7 +174,7 @@ def _crc_tables() -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], npt.N
     return one[:256], two, two[two & 0xFFFF] ^ two >> 16
 
 
-def crc32_many(data: bytes, starts: _Int64, lengths: _Int64) -> npt.NDArray[np.uint32]:
+def crc32_many(data: bytes | memoryview, starts: Int64, lengths: Int64) -> npt.NDArray[np.uint32]:
     """zlib.crc32 of many short slices at once, four bytes a step."""
     result = np.zeros(len(starts), np.uint32)
     short = lengths <= _VECTOR_KEY_BYTES_MAX
@@ -166,8 +189,8 @@ def crc32_many(data: bytes, starts: _Int64, lengths: _Int64) -> npt.NDArray[np.u
     starts, lengths = starts[order], lengths[order]
     width = int(lengths[0]) + 3 & ~3
     if int(starts.max()) + width > len(data):
-        data = data + bytes(width)
-    block = _gather(data, np.dtype((np.void, width)), starts)
+        data = bytes(data) + bytes(width)
+    block = gather(data, np.dtype((np.void, width)), starts)
     one, two, four = _crc_tables()
     checksums = np.full(len(order), 0xFFFFFFFF, np.uint32)
     words = block.view("<u4").reshape(len(order), width // 4)
@@ -221,10 +244,10 @@ def read_batches(file: File, *, columns: Sequence[str] | None = None) -> Iterato
         raise NotFound("the segment holds no entries yet", hint="choose another segment")
 
 
-def _decode_batch(data: bytes, positions: _Int64, names: Sequence[str]) -> pyarrow.RecordBatch:
+def _decode_batch(data: bytes, positions: Int64, names: Sequence[str]) -> pyarrow.RecordBatch:
     import pyarrow as pa
 
-    frames = _Frames(data, positions)
+    frames = Frames(data, positions)
     fixed = frames.fixed
     made: dict[str, Any] = {}
     for name in names:
@@ -236,15 +259,15 @@ def _decode_batch(data: bytes, positions: _Int64, names: Sequence[str]) -> pyarr
         elif name == "kind":
             made[name] = _kind_column(frames.kinds)
         elif name == "txn":
-            made[name] = _txn_column(data, frames, positions)
+            made[name] = _txn_column(frames)
         elif name == "bucket":
-            made[name] = _slices(data, frames.bucket_starts, frames.key_starts, text=True)
+            made[name] = slices(data, frames.bucket_starts, frames.key_starts, text=True)
         elif name == "key":
-            made[name] = _slices(data, frames.key_starts, frames.metadata_starts, text=True)
+            made[name] = slices(data, frames.key_starts, frames.metadata_starts, text=True)
         elif name == "metadata":
-            made[name] = _slices(data, frames.metadata_starts, frames.value_starts, text=False)
+            made[name] = slices(data, frames.metadata_starts, frames.value_starts, text=False)
         else:
-            made[name] = _slices(data, frames.value_starts, frames.ends, text=False)
+            made[name] = slices(data, frames.value_starts, frames.ends, text=False)
     return pa.record_batch(made)
 
 
@@ -275,17 +298,27 @@ def _verified_windows(file: File) -> Iterator[tuple[bytes, int, array[int]]]:
         first = stop
 
 
-def _slices(data: bytes, starts: _Int64, ends: _Int64, *, text: bool) -> pyarrow.Array:
-    """`data[start:end]` for each pair. Offsets start, end, start, end, … over the raw bytes make an array of
-    which the even slots are wanted and the odd ones gaps; taking the even ones copies nothing else."""
+def slices(
+    data: bytes | memoryview,
+    starts: Int64,
+    ends: Int64,
+    *,
+    text: bool,
+    absent: npt.NDArray[np.bool_] | None = None,
+) -> pyarrow.Array:
+    """`data[start:end]` for each pair, null where it is `absent`. Pairs are in order, and none reaches into
+    the next. Offsets start, end, start, end, … over the raw bytes make an array of which the even slots are
+    wanted and the odd ones gaps; taking the even ones copies nothing else."""
     import pyarrow as pa
 
     kind = pa.string() if text else pa.binary()
+    if not len(starts):
+        return pa.array([], kind)
     bounds = np.empty(2 * len(starts), np.int32)
     bounds[0::2] = starts
     bounds[1::2] = ends
     sparse = pa.Array.from_buffers(kind, len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(data)])
-    taken = sparse.take(pa.array(np.arange(0, len(bounds), 2, dtype=np.int32)))
+    taken = sparse.take(pa.array(np.arange(0, len(bounds), 2, dtype=np.int32), mask=absent))
     if text:
         try:
             taken.validate(full=True)
@@ -304,12 +337,11 @@ def _kind_column(kinds: npt.NDArray[np.uint8]) -> pyarrow.Array:
     return pa.DictionaryArray.from_arrays(pa.array(codes[kinds]), names)
 
 
-def _txn_column(data: bytes, frames: _Frames, positions: _Int64) -> pyarrow.Array:
+def _txn_column(frames: Frames) -> pyarrow.Array:
     import pyarrow as pa
 
-    flags = frames.fixed["flags"]
-    inside = flags & int(Flag.TXN) != 0
-    values = np.zeros(len(flags), np.uint64)
+    inside = frames.fixed["flags"] & int(Flag.TXN) != 0
+    values = np.zeros(len(inside), np.uint64)
     if bool(inside.any()):
-        values[inside] = _gather(data, np.dtype("<u8"), positions[inside] + format.FRAME_FIXED_BYTES)
+        values[inside] = frames.group(Flag.TXN, 0, "<u8", np.flatnonzero(inside))
     return pa.array(values, mask=~inside)

@@ -24,6 +24,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 from lowwater.engine.blocks import (
+    LARGE,
     Listed,
     Location,
     Place,
@@ -34,6 +35,7 @@ from lowwater.engine.blocks import (
     root_of,
     rows_block,
 )
+from lowwater.engine.format import encode_metadata
 from lowwater.engine.pages import (
     BUCKET,
     KEY_END,
@@ -49,7 +51,7 @@ from lowwater.engine.pages import (
     stored_seq,
 )
 from lowwater.engine.pagewalk import Stretch, walk
-from lowwater.engine.records import is_transactional, page_version
+from lowwater.engine.records import Object, is_transactional, page_version
 from lowwater.engine.references import Reference, as_content, decode_reference, is_reference
 from lowwater.engine.state import LOWEST, State
 
@@ -117,6 +119,34 @@ def lists_of(listed: Iterable[Listed], is_boundary: IsBoundary) -> Iterator[list
         part.append(each)
     if part:
         yield part
+
+
+def root_of_objects(
+    objects: Iterable[tuple[bytes, Object]], boundaries: Boundaries, lists: Boundaries, inline_bytes_max: int
+) -> bytes:
+    """The root of live objects, each behind its encoded key, in their order."""
+
+    def listed() -> Iterator[Listed]:
+        rows: list[_Row] = []
+        for key, each in objects:
+            begins = bool(rows) and boundaries.is_boundary(key) and page_key(key) != page_key(rows[-1][0])
+            if begins:
+                yield _listed(rows)
+                rows = []
+            flags, value = BUCKET if key[0] == 0 else 0, each.value
+            if len(value) > inline_bytes_max:
+                flags, value = flags | REFERENCE, LARGE.pack(len(value), hash_of(value))
+            rows.append((key, each.seq, each.time_us, flags, encode_metadata(each.metadata), value))
+        if rows:
+            yield _listed(rows)
+
+    return root_of(hash_of(encode_list(part)) for part in lists_of(listed(), lists.is_boundary))
+
+
+def _listed(rows: list[_Row]) -> Listed:
+    keys, seqs, times, flags, metadata, values = map(list, zip(*rows, strict=True))
+    data = encode_rows(Rows(keys, array("Q", seqs), array("Q", times), bytes(flags), metadata, values))
+    return Listed(page_key(keys[0]), hash_of(data), len(rows), len(data))
 
 
 # ---------------------------------------------------------------------------- blocks

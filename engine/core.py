@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,8 +19,8 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-from lowwater.engine.away import BlockSource
-from lowwater.engine.catalogue import Catalogue
+from lowwater.engine.away import BlockSource, ReadFirst
+from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, record_of
 from lowwater.engine.chain import Chain, Creation, checkpoint_entry, seal_entry
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
@@ -28,7 +28,7 @@ from lowwater.engine.checkpointer import Checkpointer, MustWait
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.content import list_boundaries
 from lowwater.engine.directory import Segment, typed_errors
-from lowwater.engine.entries import Control, Entry
+from lowwater.engine.entries import Control, Entry, decode_body
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
 from lowwater.engine.keeping import Keeping
@@ -42,13 +42,13 @@ from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, frames_of, places_of
 from lowwater.engine.reader import ColdSource, place_of
-from lowwater.engine.records import Marks
+from lowwater.engine.records import VALUE_PLACE, Marks
 from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
 from lowwater.engine.seams import Task
 from lowwater.engine.space import Space
 from lowwater.engine.state import State
 from lowwater.engine.tickets import again
-from lowwater.engine.tier import ShippingStatus, Tier
+from lowwater.engine.tier import OlderVersions, ShippingStatus, Tier
 from lowwater.engine.transaction_table import load_table
 from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.values import ValueReader, segments_of
@@ -78,6 +78,10 @@ DIRTY_MAX = 0.9
 # After how long what did not come from afar is asked for again, at first and in the end.
 BRING_AGAIN_S = 1.0
 BRING_AGAIN_S_MAX = 30.0
+# Until who opens this has attached its archive. That wakes who waits for it.
+ATTACHED_AFTER_S = 1.0
+# Of so many copied values it is remembered where they lie.
+PLACES_MAX = 4096
 # How often the length of the log is looked at, where checkpoint entries go by it.
 LOOK_AFTER_S = 1.0
 
@@ -143,7 +147,12 @@ class Core:
         self._seams = seams
         self._salt = meta.salt
         self._page_keys = meta.page_keys
-        self._values = ValueReader(segments_of(log, seams.files), log.directory, lambda: log.cold_source)
+        self._values = ValueReader(
+            segments_of(log, seams.files),
+            log.directory,
+            lambda: log.cold_source,
+            is_shipped=lambda seq: self._state.catalogue.segment_of(seq) is not None,
+        )
         self._state = state = State(
             store,
             Boundaries(meta.salt, meta.page_keys),
@@ -155,8 +164,12 @@ class Core:
         )
         self.measured = Measured()
         self._failure: LowwaterError | None = None
+        # With the state's lock: of values that were copied, where they lie and the seqs of their frames.
+        self._place_by_seq: dict[int, tuple[int, int]] = {}
+        self._seq_by_place: dict[tuple[int, int], int] = {}
         self._counted_hwm = 0
         self._tier: Tier | None = None
+        self._older: OlderVersions | None = None
         self._age_task: Task | None = None
         self._before_close: list[Callable[[], None]] = []
         self.space = Space(
@@ -190,12 +203,15 @@ class Core:
         state.changed_seq = meta.changed_seq
         state.sessions.load(store.read_meta())
         state.catalogue.load(store.read_meta())
+        self._cold_of = cold
+        self._cold_ahead: ColdSource | None = None
         if cold is not None:
             log.set_cold_source(cold(state.catalogue))
         state.low_water_mark = meta.low_water_mark
         state.versions_seq = meta.applied
         state.pages_from = meta.pages_from
         state.checkpoint_seq = state.idle_seq = meta.checkpoint_seq
+        state.ships_seq = meta.ships_seq
         # What is here, or has something newer here, nobody waits for.
         state.is_checkpoint_here = lambda seq: checkpoints.seq_newest >= seq
         for due in meta.checkpoints_due:
@@ -214,12 +230,16 @@ class Core:
             log.registry.unregister(self._metrics)
             raise
         state.applied = max(state.applied, log.seq_durable)
+        self._cold_ahead = None
         self._checkpointer = Checkpointer(
             state,
             checkpoints,
             flush_to=self._flush_to,
             begins_list=lambda: list_boundaries(self._salt, self._page_keys).is_boundary,
             cluster_id=log.cluster_id_at,
+            needed=self._checkpoints_needed,
+            from_archive=self._checkpoint_in_archive,
+            redone_seq=state.applied,
         )
         self._checkpointing = threading.Lock()
         # Of what was ordered automatically: when, and how long the log was then.
@@ -229,6 +249,8 @@ class Core:
         self._task = seams.runner.start("engine-flusher", self._flush_step)
         self._checkpoint_task = seams.runner.start("engine-checkpoint", self._checkpoint_step)
         self._bring_again_s = BRING_AGAIN_S
+        self._bring_at_s = 0.0
+        # Not before this: the flusher is woken when a page did not come, and would wake who has just failed.
         self._bring_task = seams.runner.start("engine-bring", self._bring_step)
         state.away.wake = self._task.wake
         self.leaving = Leaving(
@@ -261,7 +283,7 @@ class Core:
             self._fail(error)
             return None
         self._looked_at_bytes = self._state.dirty_bytes + LOOK_AFTER_BYTES
-        if self._flusher.can_bring:
+        if self._flusher.can_bring and self._now_s() >= self._bring_at_s:
             self._bring_task.wake()
         return interval_s
 
@@ -276,6 +298,7 @@ class Core:
         except LowwaterError as error:
             _logger.warning("a page that changes wait for did not come", error=str(error))
             wait_s, self._bring_again_s = self._bring_again_s, min(2 * self._bring_again_s, BRING_AGAIN_S_MAX)
+            self._bring_at_s = self._now_s() + wait_s
             return wait_s
         finally:
             self._task.wake()
@@ -296,6 +319,8 @@ class Core:
     def _checkpoint_step(self) -> float | None:
         if self._failure is not None:
             return None
+        if self._is_tier_to_come:
+            return ATTACHED_AFTER_S  # a checkpoint that rests on one in the archive can be made then
         try:
             if self._make_checkpoints():
                 return 0
@@ -363,14 +388,36 @@ class Core:
         state = self._state
         with state.lock:
             base_seq = state.base_seq
-            return checkpoint_entry(state.checkpoint_seq, full=bool(base_seq) and not self._comes(base_seq))
+            return checkpoint_entry(
+                state.checkpoint_seq, full=bool(base_seq) and not self._can_be_base(base_seq)
+            )
 
     def _comes(self, seq: int) -> bool:
         """With the lock: whether the checkpoint of `seq` is here, or due with all that it needs."""
         if self._checkpoints.of(seq) is not None:
             return True
         due = next((each for each in self._state.checkpoints_due if each.seq == seq), None)
-        return due is not None and (not due.base_seq or self._comes(due.base_seq))
+        return due is not None and (not due.base_seq or self._can_be_base(due.base_seq))
+
+    def _can_be_base(self, seq: int) -> bool:
+        """The same, or whether it can be brought here."""
+        is_there = self._recorded_checkpoint(seq) is not None and seq not in self._checkpointer.unreadable
+        return is_there or self._comes(seq)
+
+    def _recorded_checkpoint(self, seq: int) -> CheckpointDescriptor | None:
+        """The checkpoint of `seq`, where the log says that it is in the archive, which is this cluster's."""
+        found = None if self._tier is None else self._state.catalogue.checkpoint_not_above(seq)
+        if found is None or found.seq != seq:
+            return None
+        assert self._tier is not None
+        return found if found.recorded_seq > self._tier.own_after else None
+
+    def _checkpoint_in_archive(self, seq: int) -> tuple[bytes, Callable[[bytes], bytes]] | None:
+        found = self._recorded_checkpoint(seq)
+        if found is None:
+            return None
+        assert self._tier is not None
+        return self._tier.read_checkpoint(found)
 
     def wait_for_checkpoint(self, seq: int) -> str:
         """Return the id of the checkpoint that the entry `seq` asked for, once it is durable here. Raises
@@ -398,6 +445,29 @@ class Core:
         self._require_open()
         return self._checkpoints.complete
 
+    @property
+    def _is_tier_to_come(self) -> bool:
+        """Whether it is being opened, by who has an archive and has not attached that yet."""
+        return self._tier is None and self._log.cold_source is not None
+
+    def _checkpoints_needed(self) -> Iterable[int]:
+        """The seqs of those here that somebody has to ship, or may have to."""
+        if self._tier is not None:
+            return self._tier.checkpoints_needed()
+        if self._is_tier_to_come:
+            # What is to be shipped will be known in a moment.
+            return [each.seq for each in self._checkpoints.complete]
+        return []
+
+    @property
+    def ships_seq(self) -> int:
+        """Of the checkpoint that all replicas ship next; 0 where there is none yet."""
+        return self._state.ships_seq
+
+    def is_checkpoint_due(self, seq: int) -> bool:
+        """Whether a checkpoint is being made here, or will be."""
+        return any(due.seq == seq for due in self._state.checkpoints_due)
+
     def stop_writing(self, cause: LowwaterError) -> None:
         """Refuse writes from now on; reads go on."""
         self._fail(cause)
@@ -408,7 +478,8 @@ class Core:
             failure = OutOfSpace(cause.message, path=cause.path)
             failure.__cause__ = cause
         if failure is None:
-            failure = LogPoisoned(f"the engine stopped writing: {cause}", path=self._log.directory)
+            what = str(cause) or type(cause).__name__
+            failure = LogPoisoned(f"the engine stopped writing: {what}", path=self._log.directory)
             failure.__cause__ = cause
         with self._state.lock:
             if self._failure is None:
@@ -421,17 +492,22 @@ class Core:
         assert self._wal.durable_seq >= seq, "a page would get ahead of the log"
 
     def _step(self) -> float | None:
-        """One step of flushing, by the background or by whoever waits for it."""
+        """One step of flushing, by the background or by whoever waits for it. Where it is cut short, be it
+        by an interrupt, some of its group is neither in the pages nor among the changes: no more is written,
+        and the log has all of it."""
         with self._stepping:
-            return self._flusher.step()
+            try:
+                return self._flusher.step()
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def _help(self) -> None:
         """A step of flushing by a caller that needs what it brings about."""
         self._require_writable()
         try:
             ended = self._step() is None
-        except Exception as error:
-            self._fail(error)
+        except Exception:
             self._require_writable()
             raise
         if ended:
@@ -621,6 +697,8 @@ class Core:
         """Have the database ship. It is stopped and closed with it."""
         assert self._tier is None, "a database ships to one place"
         self._tier = tier
+        self._older = tier.older_versions(self._log, self._state.catalogue)
+        self._checkpoint_task.wake()
 
     def before_close(self, stop: Callable[[], None]) -> None:
         """Have something stopped that works on this engine, before it closes."""
@@ -751,9 +829,11 @@ class Core:
             try:
                 self._flusher.finish()
                 yield
-            except Exception as error:  # noqa: BLE001 — as in the background
+            except BaseException as error:
                 self._fail(error)
-                self._require_writable()
+                if isinstance(error, Exception):
+                    self._require_writable()
+                raise
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -788,18 +868,63 @@ class Core:
             read_away=self._state.away.read if away else None,
         )
 
+    def _frame_seq(self, place: bytes) -> int:
+        """With the state's lock: the seq of the frame that holds a value. Where that is not here, it is read
+        without the lock first."""
+        segment_first, offset, *_ = VALUE_PLACE.unpack(place)
+        seq = self._values.frame_seq_here(place)
+        if seq is None:
+            seq = self._seq_by_place.get((segment_first, offset))
+            if seq is None:
+
+                def read() -> None:
+                    found = self._values.frame_seq(place)
+                    with self._state.lock:
+                        self._remember_place(found, (segment_first, offset))
+
+                raise ReadFirst(read)
+        # Who applies the copy asks for the way back, and the segment may be purged by then.
+        self._remember_place(seq, (segment_first, offset))
+        return seq
+
+    def _remember_place(self, seq: int, place: tuple[int, int]) -> None:
+        if len(self._seq_by_place) >= PLACES_MAX:
+            self._seq_by_place.clear()
+            self._place_by_seq.clear()
+        self._seq_by_place[place] = seq
+        self._place_by_seq[seq] = place
+
     def _locate(self, seq: int) -> tuple[int, int]:
         """Where the frame with this seq lies: its segment's first seq, and its offset."""
-        found = place_of(self._wal, seq)
+        found = self._place_by_seq.get(seq)
+        if found is None:
+            found = place_of(self._wal, seq)
         cold = self._log.cold_source
         if found is None and cold is not None:
-            found = cold.place_of(seq)
+            found = cold.place_of(seq) or self._locate_ahead(seq)
         if found is not None:
             return found
         raise Corrupt(f"the log does not hold seq {seq}, which has a value", seq=seq)
 
+    def _locate_ahead(self, seq: int) -> tuple[int, int] | None:
+        """In redo the catalogue is that of the entry to which it has come. Where the segment was purged
+        since, or a restore has left it where it was, an entry further on says that it is in the store."""
+        if self._cold_of is None or self._state.applied >= self._log.seq_durable:
+            return None
+        if self._cold_ahead is None:
+            ahead = Catalogue()
+            for entry in self._log.read(self._state.applied + 1):
+                if entry.kind == "segment_shipped" and entry.refused is None:
+                    ahead.add(record_of(Kind.SEGMENT_SHIPPED, entry.seq, decode_body(entry)))
+            self._cold_ahead = self._cold_of(ahead)
+        return self._cold_ahead.place_of(seq)
+
     def close(self) -> None:
-        """Bring everything into pages and let the directory go."""
+        """Bring everything into pages and let the directory go. In a forked child it does nothing: what is
+        open is the parent's, and its threads, which are not here, may have held any lock."""
+        if self._wal.is_forked:
+            self._closed = True
+            return
         with self._state.lock:
             if self._closed:
                 return
@@ -899,6 +1024,7 @@ def new_meta(creation: Creation) -> Meta:
         keeping=Keeping().to_meta(),
         changed_seq=0,
         checkpoint_seq=0,
+        ships_seq=0,
         checkpoints_due=[],
         pages_from=0,
     )

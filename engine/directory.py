@@ -14,6 +14,7 @@ Always true: the list of segments is made from the names and the files themselve
 from __future__ import annotations
 
 import errno
+import os
 import re
 from array import array
 from collections.abc import Generator, Sequence
@@ -29,14 +30,20 @@ from lowwater.engine.footer import FooterBuilder, footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
 from lowwater.engine.seams import Files, Readable, SyncMode, write_all
 from lowwater.errors import (
+    AlreadyExists,
     Corrupt,
     DirectoryNotWritable,
     DiskFailed,
     DiskFull,
+    InputError,
     LowwaterError,
     NotFound,
     NotLowwater,
+    without_secrets,
 )
+
+# Where the directory of a log is, in that of a database.
+LOG_DIRECTORY = "wal"
 
 CURRENT = "current.log"
 SPARE = "spare.log"
@@ -110,16 +117,47 @@ def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
             error.path = path
         raise
     except FileNotFoundError as error:
-        raise NotFound(f"cannot {doing}: there is nothing there", path=path) from error
+        raise NotFound(f"cannot {doing}: there is nothing there", path=path, hint="check the path") from error
     except NotADirectoryError as error:
-        raise NotFound(f"cannot {doing}: this is not a directory", path=path) from error
+        raise NotFound(
+            f"cannot {doing}: this is not a directory", path=path, hint="check the path"
+        ) from error
+    except FileExistsError as error:
+        raise AlreadyExists(
+            f"cannot {doing}: a file is in the way", path=path, hint="give another path"
+        ) from error
     except OSError as error:
         reason = error.strerror or str(error)
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise InputError(f"cannot {doing}: {reason.lower()}", path=path, hint="check the path") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(f"cannot {doing}: the disk is full", path=path) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise DirectoryNotWritable(f"cannot {doing}: {reason.lower()}", path=path) from error
         raise DiskFailed(f"cannot {doing}: {reason.lower()}", path=path) from error
+
+
+def local_path(given: object) -> str:
+    """The path of a directory that a caller gave. Not the URI of a store: it would become a directory of a
+    strange name, with its secrets."""
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path or not _is_encodable(path):
+        raise InputError(f"{given!r:.80} is no directory", hint="give the path of a directory as text")
+    if "://" in path:
+        raise InputError(
+            "this is the URI of a store, and no directory",
+            path=without_secrets(path),
+            hint="give the path of a directory on this machine; a store is given as tier=",
+        )
+    return path
+
+
+def _is_encodable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------- sealed segments

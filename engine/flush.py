@@ -10,7 +10,7 @@ Always true:
     carry: a page that is written has no row of a transaction that had ended when the group was frozen;
   - nothing is read from afar: changes of a page that is away stay in memory, and keep `redo_seq` down, until
     the page was brought (`bring`). All others are flushed meanwhile;
-  - one group is under way at a time.
+  - one group is under way at a time; the next one may be frozen, and asked for, while this one is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import islice, pairwise, repeat
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from lowwater.engine.measure import Measured
 from lowwater.engine.merge_aside import Aside
 from lowwater.engine.merge_messages import Part
 from lowwater.engine.merging import Merged, Rules, merge_changes
-from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_page
+from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_bytes, stored_page
 from lowwater.engine.ranges import Layout, Range, Records
 from lowwater.engine.records import PageVersion, page_version
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
@@ -70,7 +70,7 @@ SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
 META_KEY = b"state"
-META_VERSION = 3
+META_VERSION = 4
 # Memory goes back to the system after flushes that have freed so much, or an eighth of the pool.
 TRIM_AFTER_BYTES_MIN = 8 * 2**20
 # Of the pool, what changes may take before they are flushed; pages and objects have the rest.
@@ -83,6 +83,24 @@ class Kept(NamedTuple):
     floor: int
     per_key_max: int | None
     needed: list[int]
+
+
+class _Group(NamedTuple):
+    """What is to be flushed together, as it was when it was frozen."""
+
+    ranges: list[Range]
+    frozen_seq: int
+    kept: Kept
+    meta: dict[str, object]
+    view: View
+    ended: set[bytes]
+    """Pages of transactions that have ended."""
+    sessions: list[int]
+    catalogue: Mapping[bytes, bytes | None]
+    ahead: Iterator[Range]
+    """Those that another process was not asked for yet."""
+    record_bytes: dict[Range, int]
+    """How large the changes are of those that it was asked for."""
 
 
 class _Merged(NamedTuple):
@@ -113,6 +131,11 @@ class Flusher:
         # Pages of ranges that were divided before there was anything in the store.
         self._unstored: dict[bytes, Page] = {}
         self._job: Generator[None, None, None] | None = None
+        self._following: _Group | None = None
+        self._finishes = False
+        # Changes that are in the pages, and take memory still.
+        self._going: list[Records] = []
+        self._going_bytes = 0
         # Everything up to here is to be flushed, whatever memory there is.
         self._wanted_seq = 0
         self.flushed_redo_seq = 0
@@ -157,12 +180,14 @@ class Flusher:
     def step(self) -> float | None:
         """One short piece of work."""
         if self._job is None:
-            group = self._choose()
+            group, self._following = self._following, None
+            group = group or self._choose()
             if group is not None:
                 self._job = self._flush(group)
             elif self._state.away.is_return_due:
                 self._job = self._return_pages()
             else:
+                self._rest()
                 return None
         try:
             next(self._job)
@@ -170,34 +195,66 @@ class Flusher:
             self._job = None
         except BaseException:
             self._job = None
+            self._rest()
             raise
         return 0
 
-    def _choose(self) -> list[Range] | None:
-        """The ranges of the next group; none at all for a group that only moves `redo_seq`."""
+    def _choose(self) -> _Group | None:
+        """The next group, frozen; one without ranges only moves `redo_seq`."""
+        with self._state.lock:
+            ranges = self._choose_ranges()
+            return None if ranges is None else self._freeze(ranges)
+
+    def _choose_ranges(self) -> list[Range] | None:
+        """With the lock."""
         state = self._state
-        with state.lock:
-            for each in state.map.ranges:
-                if len(each.dirty) > CHANGES_MAX and all(key in self._unstored for key in each.layout.keys):
-                    self._divide_changes(each)
-            if self._goes_on:
-                self._goes_on = False
-                for key in list(self._brought):
-                    state.map.find(key).waiting = 0
-            ranges = [each for each in state.map.ranges if each.has_news]
-            if self._wanted_seq and self.flushed_redo_seq <= self._wanted_seq:
-                wanted = [each for each in state.map.ranges if 0 < each.rec_seq <= self._wanted_seq]
-                old = [each for each in wanted if each.has_news]
-                if old or not wanted:
-                    return _as_group(sorted(old, key=_rec_seq), self._group_bytes)
-            crowded = [each for each in ranges if _is_crowded(each)]
-            if crowded:
-                return crowded[:1]
-            if state.dirty_bytes > self.flush_above_bytes and ranges:
-                return _as_group(sorted(ranges, key=_change_count, reverse=True), self._group_bytes)
-            if self.sweeps or self.sweep_is_due:
-                return self._choose_to_sweep()
+        for each in state.map.ranges:
+            if len(each.dirty) > CHANGES_MAX and all(key in self._unstored for key in each.layout.keys):
+                self._divide_changes(each)
+        if self._goes_on:
+            self._goes_on = False
+            for key in list(self._brought):
+                state.map.find(key).waiting = 0
+        ranges = [each for each in state.map.ranges if each.has_news]
+        if self._is_wanted:
+            wanted = [each for each in state.map.ranges if 0 < each.rec_seq <= self._wanted_seq]
+            old = [each for each in wanted if each.has_news]
+            if old or not wanted:
+                return _as_group(sorted(old, key=_rec_seq), self._group_bytes)
+        crowded = [each for each in ranges if _is_crowded(each)]
+        if crowded:
+            return crowded[:1]
+        if state.dirty_bytes > self.flush_above_bytes and ranges:
+            return self._largest(ranges)
+        if self.sweeps or self.sweep_is_due:
+            return self._choose_to_sweep()
         return None
+
+    @property
+    def _is_wanted(self) -> bool:
+        return bool(self._wanted_seq) and self.flushed_redo_seq <= self._wanted_seq
+
+    def _largest(self, ranges: list[Range]) -> list[Range]:
+        return _as_group(sorted(ranges, key=_change_count, reverse=True), self._group_bytes)
+
+    def _choose_following(self, leaving_bytes: int) -> _Group | None:
+        """The group after the one that is about to be written, with which so much leaves memory: another
+        process can merge it meanwhile. Only for want of memory: all else is decided when nothing is under
+        way."""
+        state = self._state
+        if self.aside is None or not self.aside.merger.is_usable or self._finishes or self._is_wanted:
+            return None
+        with state.lock:
+            ranges = [each for each in state.map.ranges if each.has_news and each.frozen is None]
+            if (
+                state.dirty_bytes - leaving_bytes <= self.flush_above_bytes
+                or not ranges
+                or any(map(_is_crowded, ranges))
+                or self._goes_on
+                or state.transactions.rows
+            ):
+                return None
+            return self._freeze(self._largest(ranges))
 
     def _choose_to_sweep(self) -> list[Range] | None:
         """With the lock: the next ranges with versions of transactions that have ended."""
@@ -228,6 +285,12 @@ class Flusher:
         wanted = self._state.applied
         while not self.is_flushed(wanted) and self.step() is not None:
             pass
+        if self._job is None:
+            self._rest()
+
+    def _rest(self) -> None:
+        if self.aside is not None:
+            self.aside.rest()
 
     # ------------------------------------------------------------------ pages that are away
 
@@ -287,8 +350,12 @@ class Flusher:
 
     def finish(self) -> None:
         """Have nothing under way."""
-        while self._job is not None:
-            self.step()
+        self._finishes = True
+        try:
+            while self._job is not None or self._following is not None:
+                self.step()
+        finally:
+            self._finishes = False
 
     def put_back(self) -> None:
         """Have pages that were read from afar in the store again. Nothing is under way."""
@@ -314,50 +381,75 @@ class Flusher:
         self.pages_returned += len(puts)
         state.away.returned(keys)
 
-    def _flush(self, group: list[Range]) -> Generator[None, None, None]:
+    def _freeze(self, ranges: list[Range]) -> _Group:
+        """With the lock."""
+        state = self._state
+        frozen_seq = state.applied
+        floor = min(state.floor_for(frozen_seq), state.transactions.floor_at(frozen_seq))
+        kept = Kept(floor, state.keeping.per_key_max, state.needed_seqs())
+        for each in ranges:
+            each.freeze()
+        transactions = state.transactions
+        ended = transactions.ended(frozen_seq)
+        return _Group(
+            ranges=ranges,
+            frozen_seq=frozen_seq,
+            kept=kept,
+            meta=self._meta(frozen_seq),
+            view=dict(transactions.rows),
+            ended={key for each in ranges for key in transactions.carries(each.layout.keys, ended)},
+            sessions=state.sessions.freeze(),
+            catalogue=state.catalogue.freeze(),
+            ahead=iter(ranges),
+            record_bytes={},
+        )
+
+    def _flush(self, group: _Group) -> Generator[None, None, None]:
         state = self._state
         began_s = state.now_s()
-        with state.lock:
-            frozen_seq = state.applied
-            floor = min(state.floor_for(frozen_seq), state.transactions.floor_at(frozen_seq))
-            kept = Kept(floor, state.keeping.per_key_max, state.needed_seqs())
-            for each in group:
-                each.freeze()
-            meta = self._meta(frozen_seq)
-            changed_sessions = state.sessions.freeze()
-            catalogue = state.catalogue.freeze()
-            transactions = state.transactions
-            self._view = dict(transactions.rows)
-            ended = transactions.ended(frozen_seq)
-            self._ended = {key for each in group for key in transactions.carries(each.layout.keys, ended)}
-        stored_sessions, seq = yield from self._encode_sessions(changed_sessions)
-        self._make_durable(max(frozen_seq, seq))
+        ranges, frozen_seq, meta = group.ranges, group.frozen_seq, group.meta
+        self._view, self._ended = group.view, group.ended
+        stored_sessions = yield from self._encode_sessions(group.sessions)
+        self._make_durable(frozen_seq)
         yield
         puts: list[tuple[bytes, bytes]] = []
         deletes: list[bytes] = []
         layouts: list[Layout] = []
         waiting: dict[Range, list[bytes]] = {}
-        for each in group:
-            layout, waiting[each] = yield from self._merge_range(each, frozen_seq, kept, puts, deletes)
+        sizes: list[int] = []
+        yield from self._ask_ahead(group)
+        yield from self._free()
+        for each in ranges:
+            # The worker has something to do while this one's answer is dealt with.
+            yield from self._ask_ahead(group)
+            layout, waiting[each] = yield from self._merge_range(each, frozen_seq, group.kept, puts, deletes)
             layouts.append(layout)
+            record_bytes = group.record_bytes.get(each)
+            if record_bytes is None or waiting[each] or each.frozen is None:
+                sizes.append((yield from _changed_bytes(each, waiting[each])))
+            else:
+                sizes.append(record_bytes + RECORD_OVERHEAD_BYTES * len(each.frozen))
         marks = self._marks(puts, deletes, layouts)
         with state.lock:
-            for each, layout in zip(group, layouts, strict=True):
+            for each, layout in zip(ranges, layouts, strict=True):
                 before, each.layout = each.layout, layout
                 each.epoch += 1
                 state.clean.forget(before)
-            redo_seq = self._redo_seq([each for each in group if not waiting[each]], frozen_seq)
+            redo_seq = self._redo_seq([each for each in ranges if not waiting[each]], frozen_seq)
             changes = self._exchange_marks(marks, redo_seq)
         meta["redo_seq"] = redo_seq
         written = {key for key, _ in puts}
         puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
         self._unstored.clear()
+        self._following = self._choose_following(sum(sizes))
+        if self._following is not None:
+            yield from self._ask_ahead(self._following)
         BEFORE_COMMIT()
         write_began_s = state.now_s()
         state.store.write(
             sorted(puts),
             deletes,
-            {META_KEY: cbor2.dumps(meta, canonical=True), **stored_sessions, **catalogue, **changes},
+            {META_KEY: cbor2.dumps(meta, canonical=True), **stored_sessions, **group.catalogue, **changes},
         )
         AFTER_COMMIT()
         self.groups += 1
@@ -365,15 +457,16 @@ class Flusher:
         self.pages_deleted += len(deletes)
         self._measured.flush_write_duration.observe(state.now_s() - write_began_s)
         # What changed in pages was in memory twice: LMDB has a copy until it commits.
-        freed_bytes = sum(len(data) for _, data in puts)
+        self._going_bytes += sum(len(data) for _, data in puts) + sum(sizes)
         del puts
         yield
-        for each, layout in zip(group, layouts, strict=True):
-            freed_bytes += yield from self._let_go(each, layout, waiting[each])
+        for each, layout, size in zip(ranges, layouts, sizes, strict=True):
+            self._let_go(each, layout, waiting[each], size)
             yield
+        if self._following is None:
+            yield from self._free()
         if self.awaited:
             self._forget_brought([*written, *deletes])
-        self._trimmer.freed(freed_bytes)
         state.limit_clean()
         self.flushed_redo_seq = redo_seq
         self._measured.flush_duration.observe(state.now_s() - began_s)
@@ -419,19 +512,15 @@ class Flusher:
             carried |= each.txns | each.frozen_txns
         state.transactions.forget(carried, redo_seq)
 
-    def _encode_sessions(
-        self, session_ids: list[int]
-    ) -> Generator[None, None, tuple[dict[bytes, bytes | None], int]]:
-        """What the store is to have of the sessions that have changed, and the seq that this rests on. There
-        may be thousands of them, so others run in between, and some may be ahead of the pages."""
+    def _encode_sessions(self, session_ids: list[int]) -> Generator[None, None, dict[bytes, bytes | None]]:
+        """What the store is to have of the sessions that have changed. There may be thousands of them, so
+        others run in between."""
         encoded: dict[bytes, bytes | None] = {}
-        seq = 0
         for start in range(0, len(session_ids), SESSIONS_AT_ONCE):
             with self._state.lock:
                 encoded |= self._state.sessions.encode(session_ids[start : start + SESSIONS_AT_ONCE])
-                seq = self._state.applied
             yield
-        return encoded, seq
+        return encoded
 
     def _merge_range(
         self,
@@ -444,7 +533,7 @@ class Flusher:
         """The layout of a range with what is frozen merged into its pages, of those that are here."""
         before = each.layout
         waiting: list[bytes] = []
-        parts = yield from self._merged_aside(each, frozen_seq, kept)
+        parts = None if self.aside is None else (yield from self.aside.answer(each))
         keys: list[bytes] = []
         pages: list[Page | None] = []
         passed = 0  # pages that have gone into the new layout, or what has become of them
@@ -473,14 +562,16 @@ class Flusher:
                 puts.append((key, data))
         return _Merged(Layout(keys + before.keys[passed:], pages + before.pages[passed:]), waiting)
 
-    def _merged_aside(
-        self, each: Range, frozen_seq: int, kept: Kept
-    ) -> Generator[None, None, list[Part] | None]:
-        """What becomes of the pages of a range, by another process; None where it does not do that."""
+    def _ask_ahead(self, group: _Group) -> Generator[None, None, None]:
+        """Ask another process for what becomes of the next ranges' pages, those that are for it to say."""
         aside = self.aside
-        if aside is None or self._view or kept.per_key_max is not None or not aside.takes(each):
-            return None
-        return (yield from aside.merge(each, frozen_seq, kept.floor, self._unstored))
+        if aside is None or group.view or group.kept.per_key_max is not None:
+            return
+        while aside.has_room and (each := next(group.ahead, None)) is not None:
+            if aside.takes(each):
+                size = yield from aside.ask(each, group.frozen_seq, group.kept.floor, self._unstored)
+                if size:
+                    group.record_bytes[each] = size
 
     def _merged_here(
         self, each: Range, frozen_seq: int, kept: Kept, waiting: list[bytes]
@@ -596,35 +687,30 @@ class Flusher:
                     continue
             yield key, versions
 
-    def _let_go(self, each: Range, layout: Layout, waiting: list[bytes]) -> Generator[None, None, int]:
-        """The pages are durable: changes leave memory, but for those that wait, and so do pages that nobody
-        reads. Returns how many bytes the changes took."""
+    def _let_go(self, each: Range, layout: Layout, waiting: list[bytes], size: int) -> None:
+        """The pages are durable: changes, which took so much, leave memory, but for those that wait, and so
+        do pages that nobody reads."""
         state = self._state
-        frozen = each.frozen
-        assert frozen is not None
-        freed = 0
-        for records in (frozen.values(), *each.frozen_older.values()):
-            remaining = iter(records)
-            while sizes := [*map(len, islice(remaining, LET_GO_AT_ONCE))]:
-                freed += sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes)
-                if len(sizes) == LET_GO_AT_ONCE:
-                    yield
-        for key in waiting:
-            back = [frozen[key], *each.frozen_older.get(key, [])]
-            freed -= sum(map(len, back)) + RECORD_OVERHEAD_BYTES * len(back)
         with state.lock:
+            assert each.frozen is not None
+            self._going.append(each.frozen)
             each.thaw(waiting)
-            state.dirty_bytes -= freed
+            state.dirty_bytes -= size
             state.clean.adopt(layout)
             if len(layout.keys) > 2 * RANGE_PAGES:
                 self._divide(each)
-        # Thousands of small objects take as long to free as to make. Who still reads here looks again: the
-        # range's epoch has risen.
-        while frozen:
-            for _ in range(min(LET_GO_AT_ONCE, len(frozen))):
-                frozen.popitem()
-            yield
-        return freed
+
+    def _free(self) -> Generator[None, None, None]:
+        """Thousands of small objects take as long to free as to make. Who still reads in these looks again:
+        their ranges' epochs have risen."""
+        while self._going:
+            frozen = self._going.pop()
+            while frozen:
+                for _ in range(min(LET_GO_AT_ONCE, len(frozen))):
+                    frozen.popitem()
+                yield
+        self._trimmer.freed(self._going_bytes)
+        self._going_bytes = 0
 
     def _divide(self, each: Range) -> None:
         """With the lock: a range that has become large, at the keys of its pages."""
@@ -692,9 +778,27 @@ class Flusher:
             "keeping": state.keeping.to_meta(),
             "changed_seq": state.changed_seq,
             "checkpoint_seq": state.checkpoint_seq,
+            "ships_seq": state.ships_seq,
             "checkpoints_due": as_stored(state.checkpoints_due),
             "pages_from": state.pages_from,
         }
+
+
+def _changed_bytes(each: Range, waiting: list[bytes]) -> Generator[None, None, int]:
+    """How much the frozen changes take, but for those that wait."""
+    frozen = each.frozen
+    assert frozen is not None
+    size = 0
+    for records in (frozen.values(), *each.frozen_older.values()):
+        remaining = iter(records)
+        while sizes := [*map(len, islice(remaining, LET_GO_AT_ONCE))]:
+            size += sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes)
+            if len(sizes) == LET_GO_AT_ONCE:
+                yield
+    for key in waiting:
+        back = [frozen[key], *each.frozen_older.get(key, [])]
+        size -= sum(map(len, back)) + RECORD_OVERHEAD_BYTES * len(back)
+    return size
 
 
 def _sorted(records: Records) -> Generator[None, None, list[bytes]]:
@@ -710,7 +814,7 @@ def _sorted(records: Records) -> Generator[None, None, list[bytes]]:
 
 def _made(key: bytes, page: Page) -> tuple[bytes, bytes, Page]:
     """A page that is to be stored: its page key, its bytes, and the page as whose bytes it is kept."""
-    data = encode_page(page, key)
+    data = stored_bytes(page, key)
     return key, data, stored_page(data)
 
 

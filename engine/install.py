@@ -23,14 +23,15 @@ from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import FIRST_KEY
 from lowwater.engine.pages import Boundaries, encode_page
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.references import encode_reference, reference_to
+from lowwater.engine.references import encode_reference_to, reference_to
 from lowwater.engine.replay import INSTALLING_KEY, Meta, encode_meta
+from lowwater.engine.sessions import rows_of_control
 from lowwater.engine.state import LOWEST
 from lowwater.engine.transaction_table import TABLE_KEY, Row, encode_table
 from lowwater.errors import AlreadyExists, Corrupt
 
 # How many references go in one transaction.
-RUN_REFERENCES = 4096
+RUN_REFERENCES = 16384
 
 
 def meta_of_checkpoint(
@@ -59,6 +60,7 @@ def meta_of_checkpoint(
             keeping=keeping,
             changed_seq=checkpoint.seq,
             checkpoint_seq=checkpoint.seq,
+            ships_seq=0,
             checkpoints_due=[],
             pages_from=checkpoint.seq,
         )
@@ -85,6 +87,7 @@ def install_references(
     meta, transactions = meta_of_checkpoint(
         checkpoint, salt=salt, page_keys=page_keys, inline_bytes_max=inline_bytes_max
     )
+    sessions = rows_of_control(checkpoint.control_body.get("sessions", ()))
     boundaries = Boundaries(salt, page_keys)
     page_seq = meta.redo_seq - 1
     mark: dict[bytes, bytes | None] = {INSTALLING_KEY: _mark_of(checkpoint)}
@@ -97,13 +100,13 @@ def install_references(
         if key <= key_before:
             raise Corrupt("the blocks of a checkpoint are out of order", seq=checkpoint.seq)
         key_before = key
-        reference = reference_to(listed, location, page_seq=page_seq, checkpoint_seq=checkpoint.seq)
         if key < FIRST_KEY:
+            reference = reference_to(listed, location, page_seq=page_seq, checkpoint_seq=checkpoint.seq)
             page = read_away(source, reference, key)
             key = key if boundaries.is_boundary(key) else LOWEST
             puts.append((key, encode_page(page, key)))
         else:
-            puts.append((key, encode_reference(reference, key)))
+            puts.append((key, encode_reference_to(listed, location, page_seq, checkpoint.seq)))
             count += 1
         if len(puts) == RUN_REFERENCES:
             store.write(puts, [], mark)
@@ -112,7 +115,7 @@ def install_references(
     store.write(
         puts,
         [],
-        {**rows, META_KEY: encode_meta(meta), TABLE_KEY: table, INSTALLING_KEY: None},
+        {**rows, **sessions, META_KEY: encode_meta(meta), TABLE_KEY: table, INSTALLING_KEY: None},
     )
     return count
 

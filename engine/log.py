@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from lowwater.engine import format
 from lowwater.engine.chain import Chain, Creation, LogSettings, create_entry, seal_entry, update_settings
 from lowwater.engine.check import Finding, check_directory_steps, require_log
+from lowwater.engine.directory import local_path
 from lowwater.engine.entries import Entry, Writable, check_payload
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.memory import MemoryFiles
@@ -144,9 +145,7 @@ class Log:
         if seams is None:
             files: Files = MemoryFiles() if directory is None else RealFiles()
             seams = Seams(files=files, owner=f"process {os.getpid()}")
-        path = "memory" if directory is None else os.fspath(directory)
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise InputError(f"{directory!r} is no directory", hint="give the path of a directory as text")
+        path = "memory" if directory is None else local_path(directory)
         if create is False:
             require_log(seams.files, path)
         wal = Wal(

@@ -141,9 +141,6 @@ class MemoryFiles:
     def sync_directory(self, directory: str) -> None:
         self._existing(directory)
 
-    def settle(self, path: str) -> None:
-        """No write here outlives its call."""
-
     def room(self, directory: str) -> int:
         self._existing(directory)
         return ROOM_BYTES

@@ -1,17 +1,20 @@
 """Having a range's changes merged by another process: what of it is sent, and when it is worth the way.
 
-Always true: what comes back is what `Flusher` would have made itself, or nothing does. It is decided for a
-range as a whole, and by what lies in it: old versions, rows of transactions and limits are merged here.
+Always true:
+  - what comes back is what `Flusher` would have made itself, or nothing does. It is decided for a range as a
+    whole, and by what lies in it: old versions, rows of transactions and limits are merged here;
+  - ranges are answered in the order in which they were asked for, and no more than `SLOTS` wait for that.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Generator, Mapping
 from itertools import islice
 from typing import Protocol
 
-from lowwater.engine.merge_messages import Garbage, NoAnswer, Part, Request, read_answer
+from lowwater.engine.merge_messages import SLOTS, Garbage, NoAnswer, Part, Request, read_answer
 from lowwater.engine.pages import Page, stored_bytes
 from lowwater.engine.ranges import Range
 from lowwater.engine.references import is_reference
@@ -36,12 +39,16 @@ class Merger(Protocol):
     @property
     def is_usable(self) -> bool: ...
 
-    def put(self, offset: int, parts: list[bytes]) -> int:
+    def put(self, slot: int, offset: int, parts: list[bytes]) -> int:
         """Write a part of a request's body; where it ends."""
         ...
 
-    def ask(self, request: Request) -> tuple[bytes, bytes]:
-        """The answer to what was put: header and body."""
+    def ask(self, request: Request) -> None:
+        """Have what was put answered, after what was asked for before."""
+        ...
+
+    def answer(self) -> tuple[bytes, bytes]:
+        """The answer to the first request that has none yet: header and body."""
         ...
 
     def succeeded(self) -> None:
@@ -53,7 +60,7 @@ class Merger(Protocol):
         ...
 
     def rest(self) -> None:
-        """Nothing is asked for now."""
+        """Nothing is asked for now, and no answer is wanted."""
         ...
 
     def close(self) -> None: ...
@@ -66,6 +73,10 @@ class Aside:
         self.merger = merger
         self._state = state
         self._bytes_max = min(BYTES_MAX, max(BYTES_MIN, state.pool_bytes_max // BYTES_SHARE))
+        # What was asked for, and not answered; and whether there is anything in the shared memory.
+        self._asked: deque[Range] = deque()
+        self._slot = 0
+        self._is_resting = True
         self.pages = self.failures = 0
 
     def takes(self, each: Range) -> bool:
@@ -80,16 +91,38 @@ class Aside:
             and len(frozen) >= CHANGES_A_PAGE_MIN * len(each.layout.keys)
         )
 
-    def merge(
+    @property
+    def has_room(self) -> bool:
+        """Whether more can be asked for before something is answered."""
+        return len(self._asked) < SLOTS
+
+    def ask(
         self, each: Range, frozen_seq: int, floor: int, unstored: Mapping[bytes, Page]
-    ) -> Generator[None, None, list[Part] | None]:
-        """What becomes of the pages of a range; None where nobody could say it."""
+    ) -> Generator[None, None, int]:
+        """Ask for what becomes of the pages of a range. How large its records are; 0 if nobody was asked."""
+        assert self.has_room
+        self._is_resting = False
         try:
             request = yield from self._put(each, frozen_seq, floor, unstored)
-            if request is None:
-                return None
-            answer = self.merger.ask(request)
-            parts: list[Part] = []
+            if request is not None:
+                self.merger.ask(request)
+                self._asked.append(each)
+                self._slot = (self._slot + 1) % SLOTS
+                return request.records_bytes
+        except NoAnswer:
+            self.failures += 1
+        return 0
+
+    def answer(self, each: Range) -> Generator[None, None, list[Part] | None]:
+        """What becomes of the pages of a range; None where nobody was asked, or could say it."""
+        if not self._asked or self._asked[0] is not each:
+            return None
+        self._asked.popleft()
+        if not self.merger.is_usable:
+            return None
+        parts: list[Part] = []
+        try:
+            answer = self.merger.answer()
             try:
                 for part in read_answer(*answer, each.layout.keys, each.low):
                     if part is None:
@@ -101,17 +134,22 @@ class Aside:
         except NoAnswer:
             self.failures += 1
             return None
-        finally:
-            self.merger.rest()
         self.merger.succeeded()
         self.pages += sum(len(made) for _, made in parts)
         return parts
+
+    def rest(self) -> None:
+        """There is nothing to flush, or what was asked for is not wanted any more."""
+        if not self._is_resting:
+            self._is_resting = True
+            self._asked.clear()
+            self.merger.rest()
 
     def _put(
         self, each: Range, frozen_seq: int, floor: int, unstored: Mapping[bytes, Page]
     ) -> Generator[None, None, Request | None]:
         """Hand over what a range has. None where that is too much."""
-        state, merger = self._state, self.merger
+        state, merger, slot = self._state, self.merger, self._slot
         layout = each.layout
         assert each.frozen is not None
         offset = 0
@@ -119,7 +157,7 @@ class Aside:
         records = iter(each.frozen.values())
         while part := list(islice(records, RECORDS_AT_ONCE)):
             sizes.extend(map(len, part))
-            offset = merger.put(offset, part)
+            offset = merger.put(slot, offset, part)
             if offset > self._bytes_max:
                 return None
             yield
@@ -130,14 +168,17 @@ class Aside:
             if any(map(is_reference, stored)):
                 return None  # pages that are away are seen to where they can be waited for
             page_sizes.extend(map(len, stored))
-            offset = merger.put(offset, stored)
+            offset = merger.put(slot, offset, stored)
             if offset > self._bytes_max:
                 return None
             yield
         names = [each.low, *layout.keys, state.boundaries.salt]
         key_sizes = array("I", map(len, layout.keys))
-        merger.put(offset, [sizes.tobytes(), page_sizes.tobytes(), key_sizes.tobytes(), b"".join(names)])
+        merger.put(
+            slot, offset, [sizes.tobytes(), page_sizes.tobytes(), key_sizes.tobytes(), b"".join(names)]
+        )
         return Request(
+            slot=slot,
             frozen_seq=frozen_seq,
             rec_seq=each.frozen_rec_seq,
             floor=floor,

@@ -24,8 +24,9 @@ LOOK_AFTER_S = 5.0
 
 
 def main() -> None:
-    """Arguments: the number of the socket, that of the shared memory, the parent's process id."""
-    socket_fd, memory_fd, parent_pid = map(int, sys.argv[1:4])
+    """Arguments: the number of the socket, those of the shared memory, the parent's process id."""
+    socket_fd, parent_pid = int(sys.argv[1]), int(sys.argv[3])
+    memory_fds = [int(number) for number in sys.argv[2].split(",")]
     # Ctrl-C is for the program that the user sees. A socket that is closed is an error, not a signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -36,6 +37,7 @@ def main() -> None:
         try:
             while (header := _next_header(connection, parent_pid)) is not None:
                 request = Request.unpack(header)
+                memory_fd = memory_fds[request.slot]
                 answered, parts = answer(request, os.pread(memory_fd, request.body_bytes, 0))
                 write_parts(memory_fd, request.body_bytes, parts)
                 del parts

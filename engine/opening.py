@@ -16,6 +16,7 @@ from lowwater.engine.away import BlockSource
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import ColdOf
 from lowwater.engine.database import Database, EngineOptions, open_database
+from lowwater.engine.directory import LOG_DIRECTORY, local_path
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.origin import require_restored
@@ -24,14 +25,12 @@ from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
 from lowwater.engine.upkeep import VersionPolicy
-from lowwater.errors import InputError
 
 if TYPE_CHECKING:
     from lowwater.config import Config
 
 T = TypeVar("T")
 
-LOG_DIRECTORY = "wal"
 PAGES_DIRECTORY = "pages"
 
 
@@ -74,9 +73,7 @@ def configured(
 ) -> Settings:
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
-    path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise InputError(f"{directory!r} is no directory", hint="give the path of a directory as text")
+    path = local_path(directory)
     loaded = Config.load(config)
     return Settings(
         path,

@@ -52,6 +52,10 @@ class Origin(NamedTuple):
     """Of the last segment of that manifest."""
     is_continued: bool = False
     """Whether the log goes on in an epoch of its own."""
+    ships_to: str = ""
+    """Of a clone that ships: its own archive, which has what its directory lacks, and of whose history its
+    parent's has the rest."""
+    ships_options: Mapping[str, str] = {}
     is_whole: bool = False
     """Whether every page was brought here once."""
 
@@ -66,7 +70,13 @@ class Origin(NamedTuple):
 
     def encode(self) -> bytes:
         body: bytes = cbor2.dumps(
-            {**self._asdict(), "options": dict(self.options), "version": VERSION}, canonical=True
+            {
+                **self._asdict(),
+                "options": dict(self.options),
+                "ships_options": dict(self.ships_options),
+                "version": VERSION,
+            },
+            canonical=True,
         )
         return _MAGIC + format.U32.pack(crc32(body)) + body
 

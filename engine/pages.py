@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, compress, pairwise
-from operator import methodcaller, ne, neg
+from operator import itemgetter, methodcaller, ne, neg
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
@@ -64,6 +64,8 @@ _RECOGNISED = RECOGNISED.pack(MAGIC, VERSION_MAJOR, VERSION_MINOR)
 _pack_covered = _COVERED.pack
 _unpack_covered = _COVERED.unpack_from
 _pack_u32 = format.U32.pack
+_pack_u32_into = format.U32.pack_into
+_pack_u64_into = format.U64.pack_into
 _unpack_u32 = format.U32.unpack_from
 _unpack_two = struct.Struct("<II").unpack_from
 _unpack_u64 = format.U64.unpack_from
@@ -519,6 +521,23 @@ def _even_size(data: bytes, ends_at: int, count: int) -> int:
     return 0
 
 
+def _are_even(ends: array[int], size: int) -> bool:
+    """Whether the parts with these ends are all of this size, and such as are cut in one call."""
+    return (
+        0 < size <= _EVEN_BYTES_MAX
+        and len(ends) <= _EVEN_ROWS_MAX
+        and ends.tobytes() == _even_ends(size)[: 4 * len(ends)]
+    )
+
+
+def _ends(parts: list[bytes]) -> bytes:
+    """Where these parts end, one after the other."""
+    size = len(parts[0])
+    if 0 < size <= _EVEN_BYTES_MAX and len(parts) <= _EVEN_ROWS_MAX and {*map(len, parts)} == {size}:
+        return _even_ends(size)[: 4 * len(parts)]
+    return array("I", accumulate(map(len, parts))).tobytes()
+
+
 @lru_cache(64)
 def _even_ends(size: int) -> bytes:
     return array("I", range(size, size * _EVEN_ROWS_MAX + 1, size)).tobytes()
@@ -529,12 +548,15 @@ def _even_slices(size: int, skip: int) -> list[slice]:
     return [slice(at + skip, at + size) for at in range(0, size * _EVEN_ROWS_MAX, size)]
 
 
-@lru_cache(256)
+@lru_cache(512)
 def _even_parts(size: int, count: int) -> struct.Struct:
     return struct.Struct(f"{size}s" * count)
 
 
 def _cut(blob: bytes, ends: array[int]) -> list[bytes]:
+    size = len(blob) // len(ends)
+    if _are_even(ends, size) and size * len(ends) == len(blob):
+        return list(_even_parts(size, len(ends)).unpack(blob))
     start = 0
     parts = [blob[start : (start := end)] for end in ends]
     if b"".join(parts) != blob:
@@ -564,10 +586,10 @@ def encode_page(page: Page, key: bytes) -> bytes:
             _pack_covered(page.seq, len(keys), row_count, len(key_blob), len(metadata_blob), len(value_blob)),
             page.seqs.tobytes(),
             page.times.tobytes(),
-            array("I", accumulate(map(len, keys))).tobytes(),
+            _ends(keys),
             row_ends,
             metadata_ends,
-            array("I", accumulate(map(len, page.values))).tobytes(),
+            _ends(page.values),
             page.flags,
             key_blob,
             metadata_blob,
@@ -808,14 +830,21 @@ def merge_puts(
         assert min(seqs) > page.seq, "a record is older than its page"
         seq = max(seq, page.seq)
         row_count = len(page)
-        rows = dict(zip(page.keys, range(row_count), strict=True))
-        cuts = boundaries.cuts([key for key in keys if key not in rows])
+        keys_held = page.keys
+        rows = dict(zip(keys_held, range(row_count), strict=True))
+        fresh = [key for key in keys if key not in rows]
+        if not fresh:
+            assert keys[0] >= low, "a key below its page"
+            changed = list(map(rows.__getitem__, keys))
+            return [(low, _overwritten(page, low, keys_held, seq, changed, columns))]
+        cuts = boundaries.cuts(fresh)
         rows.update(zip(keys, range(row_count, row_count + len(keys)), strict=True))
         keys = sorted(rows)
         order = list(map(rows.__getitem__, keys))
-        values = list(map((page.values + values).__getitem__, order))
-        seqs = array("Q", [*map((page.seqs + seqs).__getitem__, order)])
-        times = array("Q", [*map((page.times + times).__getitem__, order)])
+        in_order = itemgetter(*order)  # there are two at least
+        values = list(in_order(page.values + values))
+        seqs = array("Q", in_order(page.seqs + seqs))
+        times = array("Q", in_order(page.times + times))
         if any(flags) or any(page.flags):
             flags = bytearray(map((page.flags + flags).__getitem__, order))
         else:
@@ -824,6 +853,64 @@ def merge_puts(
     merged = Page(seq, keys, seqs, times, flags, [b""] * len(keys), values)
     merged._mere_puts = True
     return _split(merged, low, cuts)
+
+
+def _overwritten(
+    page: Page,
+    low: bytes,
+    keys: list[bytes],
+    seq: int,
+    changed: list[int],
+    columns: tuple[array[int], array[int], bytearray, list[bytes]],
+) -> Page:
+    """The page at `low`, whose keys these are, with the rows at `changed` replaced. Nothing is sorted or
+    moved, as it is where there are new keys."""
+    patched = _patched(page, low, seq, changed, columns)
+    if patched is not None:
+        return patched
+    # Copies: those of a page that is not stored are its own.
+    seqs, times, flags, values = page.seqs[:], page.times[:], page.flags[:], list(page.values)
+    for row, row_seq, time_us, flag, value in zip(changed, *columns, strict=True):
+        seqs[row], times[row], flags[row], values[row] = row_seq, time_us, flag, value
+    overwritten = Page(seq, keys, seqs, times, flags, [b""] * len(keys), values)
+    overwritten._mere_puts = True
+    return overwritten
+
+
+def _patched(
+    page: Page,
+    low: bytes,
+    seq: int,
+    changed: list[int],
+    columns: tuple[array[int], array[int], bytearray, list[bytes]],
+) -> Page | None:
+    """The same in the page's bytes, where it has them, and all values have one size."""
+    data = page._data
+    seqs, times, flags, values = columns
+    if data is None or any(flags):
+        return None
+    count = page._row_count
+    value_ends, _, keys_at, _, values_at, _ = page._sections
+    size = len(values[0])
+    # Of no size are those of a page whose values differ, too.
+    if not size or {*map(len, values)} != {size} or _even_size(data, value_ends, count) != size:
+        return None
+    if data[keys_at - count : keys_at].strip(b"\0"):
+        return None
+    patched = bytearray(data)
+    numbers = memoryview(patched)[HEADER_BYTES : HEADER_BYTES + 16 * count].cast("Q")
+    for row, row_seq, time_us, value in zip(changed, seqs, times, values, strict=True):
+        numbers[row] = row_seq
+        numbers[count + row] = time_us
+        at = values_at + size * row
+        patched[at : at + size] = value
+    numbers.release()
+    _pack_u64_into(patched, _COVERED_AT, seq)
+    checksum = crc32(memoryview(patched)[_COVERED_AT:], crc32(_RECOGNISED, crc32(low)))
+    _pack_u32_into(patched, _COVERED_AT - 4, checksum)
+    result = stored_page(bytes(patched))
+    result._mere_puts = True
+    return result
 
 
 def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:

@@ -7,7 +7,8 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
 from typing import Any
@@ -24,21 +25,21 @@ from lowwater.engine.moments import At, require_seq, time_us_of, timeout_of
 from lowwater.engine.pages import REFERENCE, after_prefix, encode_key
 from lowwater.engine.records import VALUE_PLACE, Head, Object, Page, PlaceReader, Unread
 from lowwater.engine.requests import Copied
+from lowwater.engine.tier import OlderVersions
 from lowwater.engine.transaction_table import Row
 from lowwater.errors import InputError, LowwaterError, NotFound, RetryError, VersionGone
 
 LIMIT_DEFAULT = 1000
+
+_Objects = Callable[[str, bytes, bytes, PlaceReader | None], Iterator[Object]]
 
 
 class Reading(Core):
     def buckets(self, at: At | None = None) -> list[str]:
         self._require_open()
         if at is not None:
-            pinned = self._pin(at)
-            try:
-                return sorted(found.key for found in self._buckets_at(pinned))
-            finally:
-                self._state.unpin(pinned)
+            with self._moment(at) as objects:
+                return sorted(found.key for found in objects("", b"\0", b"\1", None))
         self._await(self._state.buckets_seq)
         return sorted(self._state.buckets)
 
@@ -78,7 +79,7 @@ class Reading(Core):
             return metadata, value, None
         self._await(seq)  # the place is read from the log's file
         length, value_hash = VALUE_PLACE.unpack(value)[2:]
-        return metadata, b"", ValueRef(length, self._values.frame_seq(value), value_hash)
+        return metadata, b"", ValueRef(length, self._frame_seq(value), value_hash)
 
     def get(self, bucket: str, key: str, at: At | None = None, *, wait_s: float | None = None) -> Object:
         """The newest version of a key, or the newest one not above the seq or time `at`. Raises NotFound,
@@ -163,11 +164,58 @@ class Reading(Core):
             format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX),
             format.encode_name(key, "key", KEY_BYTES_MAX),
         )
-        pinned = self._pin(at, wait_s)
         try:
-            return self._state.away.call(lambda: self._state.at(encoded, bucket, key, pinned, reader))
+            pinned = self._pin(at, wait_s)
+            try:
+                return self._state.away.call(lambda: self._state.at(encoded, bucket, key, pinned, reader))
+            finally:
+                self._state.unpin(pinned)
+        except VersionGone as gone:
+            older, seq = self._older_than_here(at, gone)
+            return older.at(bucket, key, seq)
+
+    def _older_than_here(self, at: At | None, gone: VersionGone) -> tuple[OlderVersions, int]:
+        """Who knows what is gone here, and the seq that is meant. Raises `gone` where nobody does."""
+        if self._older is None or at is None:
+            raise gone
+        seq = self.seq_at(at) if isinstance(at, datetime) else at
+        if seq > self._state.applied:
+            raise gone
+        self._await(seq)
+        return self._older, seq
+
+    @contextmanager
+    def _moment(self, at: At | None, wait_s: float | None = None) -> Iterator[_Objects]:
+        """What gives the live objects between two encoded keys, as of one moment."""
+        try:
+            pinned = self._pin(at, wait_s)
+        except VersionGone as gone:
+            older, seq = self._older_than_here(at, gone)
+            yield lambda bucket, low, high, _: older.scan(bucket, low, high, seq)
+            return
+        try:
+            yield lambda bucket, low, high, reader: chain.from_iterable(
+                self._lists_at(bucket, low, high, pinned, reader)
+            )
         finally:
             self._state.unpin(pinned)
+
+    def _lists_at(
+        self, bucket: str, low: bytes, high: bytes, pinned: int, reader: PlaceReader | None = None
+    ) -> Iterator[Sequence[Object]]:
+        """The same in lists, of a moment that is pinned: where a limit has taken versions of some keys, what
+        is left is read from elsewhere."""
+        last: str | None = None
+        try:
+            for objects in self._state.scan_lists(bucket, low, high, pinned, reader):
+                if objects:
+                    last = objects[-1].key
+                yield objects
+        except VersionGone as gone:
+            older, seq = self._older_than_here(pinned, gone)
+            if last is not None:
+                low = encode_key(bucket.encode(), last.encode()) + b"\0"
+            yield from ([each] for each in older.scan(bucket, low, high, seq))
 
     def _pin(self, at: At | None, wait_s: float | None = None) -> int:
         """Pin a moment that can be read, and wait until what it shows is durable."""
@@ -235,16 +283,23 @@ class Reading(Core):
         high = after_prefix(low)
         if start_after is not None:
             low = max(low, encode_key(name, _as_text(start_after, "key")) + b"\0")
-        found = self._scan(bucket, low, high, self._pin(at, wait_s))
+        found = self._scan(bucket, low, high, at, wait_s)
         next(found)  # into the block that unpins, which a generator that never began does not leave
         return Scan(found)
 
     def _scan(
-        self, bucket: str, low: bytes, high: bytes, pinned: int
+        self, bucket: str, low: bytes, high: bytes, at: At | None, wait_s: float | None
     ) -> Generator[Sequence[Object], None, None]:
         try:
+            pinned = self._pin(at, wait_s)
+        except VersionGone as gone:
+            older, seq = self._older_than_here(at, gone)
             yield ()
-            yield from self._state.scan_lists(bucket, low, high, pinned)
+            yield from ([each] for each in older.scan(bucket, low, high, seq))
+            return
+        try:
+            yield ()
+            yield from self._lists_at(bucket, low, high, pinned)
         finally:
             self._state.unpin(pinned)
 
@@ -277,12 +332,11 @@ class Reading(Core):
             low = max(low, after_prefix(after) if skips else after + b"\0")
         objects: list[Head] = []
         prefixes: list[str] = []
-        pinned = self._pin(at, wait_s)
         last: str | None = None
-        try:
+        with self._moment(at, wait_s) as scanned:
             while low < high:
                 found = None
-                for found in self._state.scan(bucket, low, high, pinned, Unread):
+                for found in scanned(bucket, low, high, Unread):
                     if len(objects) + len(prefixes) == limit:
                         return Page(objects, prefixes, last)
                     end = found.key.find(delimiter, len(prefix)) if delimiter else -1
@@ -296,20 +350,26 @@ class Reading(Core):
                     objects.append(_head(found))
                 else:
                     break
-        finally:
-            self._state.unpin(pinned)
         return Page(objects, prefixes, None)
 
     def root(self, seq: At | None = None, *, wait_s: float | None = None) -> str:
-        """The fingerprint of the content as of a seq or a time, or now."""
+        """The fingerprint of the content as of a seq or a time, or now. Of what is gone here it is recorded
+        where there was a checkpoint; else all of the content as of then is read."""
         self._require_open()
-        pinned = self._pin(seq, wait_s)
+        try:
+            return self._root_here(seq, wait_s)
+        except VersionGone as gone:
+            older, older_seq = self._older_than_here(seq, gone)
+            return older.root(older_seq) or self._root_of_older(older, older_seq)
+
+    def _root_here(self, at: At | None, wait_s: float | None) -> str:
+        pinned = self._pin(at, wait_s)
         try:
             base = self._checkpoints.not_above(pinned)
             try:
                 return self._root_at(pinned, base)
             except LowwaterError as error:
-                if base is None or isinstance(error, RetryError):
+                if base is None or isinstance(error, RetryError | VersionGone):
                     raise
                 # A checkpoint that is damaged, of which `check()` tells, or removed meanwhile, is no reason
                 # not to read what it was made of.
@@ -321,8 +381,19 @@ class Reading(Core):
         blocks = content.blocks_at(self._state, pinned, base=base)
         return content.root(blocks, content.list_boundaries(self._salt, self._page_keys)).hex()
 
-    def _buckets_at(self, seq: int) -> Sequence[Object]:
-        return [*self._state.scan("", b"\0", b"\1", seq)]
+    def _root_of_older(self, older: OlderVersions, seq: int) -> str:
+        def objects() -> Iterator[tuple[bytes, Object]]:
+            buckets = [
+                (encode_key(b"", each.key.encode()), each) for each in older.scan("", b"\0", b"\1", seq)
+            ]
+            yield from buckets
+            for low, name in sorted((encode_key(each.key.encode(), b""), each.key) for _, each in buckets):
+                for found in older.scan(name, low, after_prefix(low), seq):
+                    yield low + found.key.encode(), found
+
+        lists = content.list_boundaries(self._salt, self._page_keys)
+        state = self._state
+        return content.root_of_objects(objects(), state.boundaries, lists, state.inline_bytes_max).hex()
 
     def _check(self, *, away: bool) -> Iterator[Finding]:
         yield from super()._check(away=away)

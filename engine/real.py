@@ -14,18 +14,20 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-from typing import Literal
 
+from lowwater.engine.posix_aio import WRITES_MAX, Requests
 from lowwater.engine.seams import Step, SyncMode, write_in_turn
-from lowwater.engine.uring import Ring
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
 # To write and sync in one call, where the system knows how.
 WRITE_SYNC_FLAGS: dict[SyncMode, int] = (
     {"fdatasync": os.RWF_DSYNC, "fsync": os.RWF_SYNC} if hasattr(os, "RWF_DSYNC") else {}
+)
+# The same for all writes of a descriptor.
+_OPEN_SYNC_FLAGS: dict[SyncMode, int] = (
+    {"fdatasync": os.O_DSYNC, "fsync": os.O_SYNC} if hasattr(os, "O_DIRECT") else {}
 )
 
 
@@ -161,14 +163,11 @@ class SequentialFile(RealFile):
     """A file that is written front to back, past the page cache: no copy into it, no pages to find for it,
     and where the disk can, no flush of all its cache for a few blocks.
 
-    Always true:
-      - `_staging` begins with what stands in the file between the last block boundary and `_end`, which is
-        where the last write ended; -1 when that is not known;
-      - while a ring can have writes under way, which outlive the process, there is a lock on the file. It
-        belongs to what has the file open, which includes them. `settle` waits for it.
+    Always true: `_staging` begins with what stands in the file between the last block boundary and `_end`,
+    which is where the last write ended; -1 when that is not known.
     """
 
-    __slots__ = ("__weakref__", "_direct_fd", "_end", "_map", "_ring", "_staging")
+    __slots__ = ("_direct_fd", "_end", "_map", "_requests", "_requests_fd", "_requests_sync", "_staging")
 
     def __init__(self, fd: int, direct_fd: int) -> None:
         super().__init__(fd)
@@ -176,14 +175,16 @@ class SequentialFile(RealFile):
         self._end = -1
         self._map = mmap.mmap(-1, STAGING_BYTES)
         self._staging = memoryview(self._map)
-        self._ring: Ring | Literal[False] | None = None  # False where there can be none
-        _sequential_files.add(self)
+        # For several writes in one call, all synced in this way.
+        self._requests: Requests | None = None
+        self._requests_fd = -1
+        self._requests_sync: SyncMode = "none"
 
     def write_at(self, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> int:
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers)
         size = len(data)
-        if self._ring:
-            self._ring.wait()  # an exception may have ended a write before its time
+        if self._requests is not None:
+            self._requests.wait()  # an exception may have ended a write before its time
         end_before, self._end = self._end, -1  # until this write has ended well
         if self._direct_fd < 0 or not 0 < size <= STAGING_BYTES - 2 * BLOCK_BYTES:
             return super().write_at(offset, buffers, sync)
@@ -218,19 +219,20 @@ class SequentialFile(RealFile):
 
     def write_each(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> None:
         while parts:
-            done = self._write_linked(offset, parts, sync)
+            done = self._write_in_one_call(offset, parts, sync)
             if not done:
                 write_in_turn(self, offset, parts, sync)
                 return
             offset += sum(map(len, parts[:done]))
             parts = parts[done:]
 
-    def _write_linked(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> int:
-        """Write and sync as many parts as go into one call. Returns how many that are."""
-        ring = self._linking(sync)
-        if ring is None:
+    def _write_in_one_call(self, offset: int, parts: Sequence[bytes], sync: SyncMode) -> int:
+        """Write and sync as many parts as go into one call. Returns how many of them are whole, from the
+        first on: behind one that is not, others may be."""
+        requests = self._requests_for(sync)
+        if requests is None:
             return 0
-        ring.wait()
+        requests.wait()
         staging = self._staging
         start = offset % BLOCK_BYTES
         if start and self._end != offset:
@@ -238,7 +240,7 @@ class SequentialFile(RealFile):
         self._end = -1  # until these have ended well
         writes = []
         slot = 0  # where the blocks of a part begin, the first with what stands before it in the file
-        for part in parts[: ring.writes_max]:
+        for part in parts[:WRITES_MAX]:
             size = len(part)
             end = slot + start + size
             padding = -end % BLOCK_BYTES
@@ -255,29 +257,37 @@ class SequentialFile(RealFile):
         if not writes:
             return 0
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        results = ring.write(address, writes, WRITE_SYNC_FLAGS[sync])
+        results = requests.write(address, writes)
+        errors = {-result for result in results if result < 0}
+        if failed := errors.difference(_NOT_HERE, _NOT_BEGUN):
+            # Whatever became of the others: a sync tells of what was lost once, and not again.
+            code = min(failed)
+            raise OSError(code, os.strerror(code))
+        if not errors.isdisjoint(_NOT_HERE):
+            self._close_direct()
         for done, (result, (_, size, _)) in enumerate(zip(results, writes, strict=True)):
-            if result == size:
-                continue
-            if -result in _NOT_HERE:
-                self._close_ring()
-            elif result < 0 and -result not in _NOT_BEGUN:
-                raise OSError(-result, os.strerror(-result))
-            # Also where not all of it went in: the plain way writes the rest or tells why not.
-            return done
+            if result != size:
+                # Also where not all of it went in: the plain way writes the rest or tells why not.
+                return done
         staging[:start] = staging[slot : slot + start]
         self._end = offset
         return len(writes)
 
-    def _linking(self, sync: SyncMode) -> Ring | None:
-        if self._direct_fd < 0 or sync not in WRITE_SYNC_FLAGS:
+    def _requests_for(self, sync: SyncMode) -> Requests | None:
+        flag = _OPEN_SYNC_FLAGS.get(sync)
+        if flag is None or self._direct_fd < 0:
             return None
-        if self._ring is None:
-            self._ring = False
+        if sync != self._requests_sync:
+            self._close_requests()
+            self._requests_sync = sync
+            # The same file, whatever its name is now.
             with contextlib.suppress(OSError):
-                fcntl.flock(self._direct_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._ring = Ring(self._direct_fd)
-        return self._ring or None
+                again = os.open(
+                    f"/proc/self/fd/{self._direct_fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | flag
+                )
+                self._requests_fd = again
+                self._requests = Requests(again)
+        return self._requests
 
     def truncate(self, size: int) -> None:
         self._end = -1
@@ -287,35 +297,19 @@ class SequentialFile(RealFile):
         self._close_direct()
         super().close()
 
-    def _close_ring(self) -> None:
-        if self._ring:
-            self._ring.close()
-            fcntl.flock(self._direct_fd, fcntl.LOCK_UN)
-        self._ring = False
-
-    def _close_direct(self) -> None:
-        self._close_ring()
-        fd, self._direct_fd = self._direct_fd, -1
+    def _close_requests(self) -> None:
+        if self._requests is not None:
+            self._requests.wait()
+            self._requests = None
+        fd, self._requests_fd = self._requests_fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def abandon(self) -> None:
-        """In a forked child: the lock and the ring are the parent's, and must not outlive it."""
-        if self._ring:
-            self._ring.abandon()
-        self._ring = False
-        self.close()
-
-
-_sequential_files: weakref.WeakSet[SequentialFile] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    for file in list(_sequential_files):
-        file.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
+    def _close_direct(self) -> None:
+        self._close_requests()
+        fd, self._direct_fd = self._direct_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class LockFile(RealFile):
@@ -391,14 +385,6 @@ class RealFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-    def settle(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-            finally:
-                os.close(fd)
 
     def room(self, directory: str) -> int:
         found = os.statvfs(directory)

@@ -100,6 +100,17 @@ def encode_reference(reference: Reference, key: bytes) -> bytes:
     return b"".join((_RECOGNISED, format.U32.pack(_checksum(covered, key)), covered))
 
 
+def encode_reference_to(listed: Listed, location: Location, page_seq: int, checkpoint_seq: int) -> bytes:
+    """The same for a block of a checkpoint, in half the time: a restore makes all of them before the first
+    read."""
+    key, block_hash, row_count, block_bytes = listed
+    pack, offset, places_hash, places_bytes = location
+    covered = COVERED.pack(
+        page_seq, checkpoint_seq, block_hash, pack, places_hash, offset, block_bytes, places_bytes, row_count
+    )
+    return b"".join((_RECOGNISED, format.U32.pack(_checksum(covered, key)), covered))
+
+
 def is_reference(data: bytes) -> bool:
     """Whether what lies under a page's key is a reference, and not the page."""
     return data.startswith(MAGIC)

@@ -66,6 +66,7 @@ class Meta(NamedTuple):
     keeping: dict[str, Any]
     changed_seq: int
     checkpoint_seq: int
+    ships_seq: int
     checkpoints_due: list[Due]
     pages_from: int
 

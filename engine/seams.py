@@ -140,11 +140,6 @@ class Files(Protocol):
         ends. BlockingIOError where somebody else has it."""
         ...
 
-    def settle(self, path: str) -> None:
-        """Return once no write to the file is under way that was begun by a process which has ended since.
-        Who has the lock calls this before it reads. No error where there is no such file."""
-        ...
-
 
 def write_all(file: File, offset: int, buffers: Sequence[bytes], sync: SyncMode = "none") -> None:
     """Write every byte of the buffers at `offset`, whatever number of calls that takes."""

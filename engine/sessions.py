@@ -4,18 +4,20 @@ Always true:
   - of a session there are the results of all requests above `acknowledged` that the log has, and none of
     those up to it: their client has told that it knows them. A request above it without one was not seen;
   - what was seen has no second effect: it is refused, as repeated, or as forgotten where its result is gone;
-  - a session's `seq` is that of the last entry that it has taken in. Redo passes over entries up to it, so
-    a stored session may be ahead of the pages, and need not be of the same moment as another one;
+  - a session's `seq` is that of the last entry that it has taken in. Redo passes over entries up to it;
+  - what is stored is as of the moment of `freeze`, as the pages that it is stored with are: what a checkpoint
+    holds of sessions must be the same where redo finds its entry as where it was applied first;
   - no session has more than RESULTS_MAX results, since no request names more that are unanswered.
 
-A stored session is a value of the page store's meta under SESSION_KEY and its id (big-endian), written with a
-flush where the session has changed since the last one: canonical CBOR, as `Session.encode` has it.
+A session is written as `Session.to_row` has it, in canonical CBOR. So it stands in the control part of a
+checkpoint, behind its id, and as a value of the page store's meta under SESSION_KEY and its id (big-endian),
+written with a flush where the session has changed since the last one.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -135,31 +137,44 @@ class Session:
             results.pop(each, None)
         self.acknowledged = number
 
-    def encode(self) -> bytes:
-        results = self._results.values()
-        fields = [
+    def to_row(self) -> list[Any]:
+        """All of it, in one order for the same results: a checkpoint's bytes are the same everywhere."""
+        numbers = sorted(self._results)
+        results = [self._results[number] for number in numbers]
+        return [
             self.seq,
             self.time_us,
             self.ttl_us,
             self.acknowledged,
-            array("Q", self._results).tobytes(),
-            array("Q", [each >> 16 for each in results]).tobytes(),
-            array("H", [each & 0xFFFF for each in results]).tobytes(),
+            numbers,
+            [each >> 16 for each in results],
+            [each & 0xFFFF for each in results],
         ]
-        return cbor2.dumps(fields, canonical=True)
+
+    @classmethod
+    def from_row(cls, row: Any) -> Session:
+        try:
+            seq, time_us, ttl_us, acknowledged, numbers, seqs, codes = row
+            session = cls(seq, time_us, ttl_us)
+            session.acknowledged = acknowledged
+            for number, result_seq, code in zip(numbers, seqs, codes, strict=True):
+                session.record(number, Result(result_seq, code))
+            if any(type(each) is not int for each in row[:4]) or len(session) != len(numbers):
+                raise ValueError("it is no session")
+        except Exception as error:  # whatever hostile content runs into
+            raise Corrupt("a stored session cannot be read") from error
+        return session
+
+    def encode(self) -> bytes:
+        return cbor2.dumps(self.to_row(), canonical=True)
 
     @classmethod
     def decode(cls, data: bytes) -> Session:
         try:
-            seq, time_us, ttl_us, acknowledged, *columns = cbor2.loads(data)
-            session = cls(seq, time_us, ttl_us)
-            session.acknowledged = acknowledged
-            numbers, seqs, codes = (array(code, column) for code, column in zip("QQH", columns, strict=True))
-            for number, result_seq, code in zip(numbers, seqs, codes, strict=True):
-                session.record(number, Result(result_seq, code))
+            row = cbor2.loads(data)
         except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
             raise Corrupt("a stored session cannot be read") from error
-        return session
+        return cls.from_row(row)
 
 
 def session_key(session_id: int) -> bytes:
@@ -174,11 +189,15 @@ class Sessions:
         self.result_count = 0
         self._changed: set[int] = set()  # since they were last stored; also those that are gone
         self._new: set[int] = set()  # opened since, so the store cannot have them
+        # What is being stored: which have to be encoded yet, and those that have changed before they were.
+        self._waiting: set[int] = set()
+        self._as_frozen: dict[int, bytes | None] = {}
 
     # ------------------------------------------------------------------ entries
 
     def open(self, seq: int, time_us: int, ttl_us: int) -> None:
         if seq not in self.sessions:
+            self._changing(seq)
             self.sessions[seq] = Session(seq, time_us, ttl_us)
             self._changed.add(seq)
             self._new.add(seq)
@@ -188,11 +207,13 @@ class Sessions:
         session = self.sessions.get(session_id)
         if session is None or seq <= session.seq:
             return None
+        self._changing(session_id)
         session.seq, session.time_us = seq, time_us
         self._changed.add(session_id)
         return session
 
     def close(self, session_id: int) -> None:
+        self._changing(session_id)
         session = self.sessions.pop(session_id, None)
         if session is not None:
             self.result_count -= len(session)
@@ -214,6 +235,12 @@ class Sessions:
         assert len(session) <= RESULTS_MAX
         self.result_count += len(session) - before
 
+    # ------------------------------------------------------------------ checkpoints
+
+    def to_control(self) -> list[list[Any]]:
+        """What a checkpoint says of all of them, in the order of their ids."""
+        return [[each, *session.to_row()] for each, session in sorted(self.sessions.items())]
+
     # ------------------------------------------------------------------ the store
 
     def load(self, stored: Mapping[bytes, bytes]) -> None:
@@ -222,14 +249,33 @@ class Sessions:
             self.result_count += len(session)
 
     def freeze(self) -> list[int]:
-        """What has changed, in order. It counts as stored from now on."""
+        """What has changed, in order. It counts as stored from now on, as it is now."""
         changed, self._changed, self._new = sorted(self._changed), set(), set()
+        self._waiting, self._as_frozen = set(changed), {}
         return changed
 
     def encode(self, session_ids: Iterable[int]) -> dict[bytes, bytes | None]:
-        """What is to be stored of these sessions, which is what they are now."""
-        found = ((each, self.sessions.get(each)) for each in session_ids)
-        return {session_key(each): None if session is None else session.encode() for each, session in found}
+        """What is to be stored of these sessions, which is what they were when they were frozen."""
+        return {session_key(each): self._frozen(each) for each in session_ids}
+
+    def _frozen(self, session_id: int) -> bytes | None:
+        if session_id in self._as_frozen:
+            return self._as_frozen.pop(session_id)
+        self._waiting.discard(session_id)
+        session = self.sessions.get(session_id)
+        return None if session is None else session.encode()
+
+    def _changing(self, session_id: int) -> None:
+        if session_id in self._waiting:
+            self._as_frozen[session_id] = self._frozen(session_id)
+
+
+def rows_of_control(sessions: Sequence[Sequence[Any]]) -> dict[bytes, bytes]:
+    """What a page store has of the sessions that a checkpoint has."""
+    try:
+        return {session_key(each): Session.from_row(row).encode() for each, *row in sessions}
+    except (TypeError, ValueError, struct.error) as error:
+        raise Corrupt("the sessions of a checkpoint cannot be read") from error
 
 
 def stored_sessions(stored: Mapping[bytes, bytes]) -> Iterator[tuple[int, bytes]]:

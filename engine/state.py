@@ -25,7 +25,7 @@ import cbor2
 
 from lowwater.engine import format
 from lowwater.engine.away import AwayPages, BlockSource, PageAway
-from lowwater.engine.catalogue import RECORDED, Catalogue, record_of
+from lowwater.engine.catalogue import RECORDED, Catalogue, CheckpointDescriptor, record_of
 from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
 from lowwater.engine.due import DUE_MAX, Due
@@ -61,7 +61,8 @@ from lowwater.engine.records import (
     small_record_bytes,
 )
 from lowwater.engine.references import decode_reference, is_reference
-from lowwater.engine.sessions import SESSION_KINDS, Sessions, request_of_word
+from lowwater.engine.session_frames import apply_session_frame
+from lowwater.engine.sessions import SESSION_KINDS, Sessions
 from lowwater.engine.transaction_table import Row, Seen, TransactionTable, View, holder, seen
 from lowwater.errors import Corrupt, InternalError
 
@@ -125,6 +126,9 @@ class State:
         self.versions_seq = 0  # these are those as of this seq, or of `applied` where that is higher
         self.pages_from = 0  # of what was dropped before this seq, pages here know nothing
         self.checkpoint_seq = 0  # of the last checkpoint entry; this and the next as the snapshots
+        # Of the one that is shipped next, 0 for none yet. All replicas keep it until it is recorded, so that
+        # each can ship it, and none is outrun by those to come.
+        self.ships_seq = 0
         self.checkpoints_due: list[Due] = []  # each pinned, until it is durable here
         self.is_checkpoint_here: Callable[[int], bool] = _never
         self.idle_seq = 0  # nothing but entries without news lies between the last checkpoint and this
@@ -152,8 +156,8 @@ class State:
         """One frame. `segment_first` and `offset` say where its value lies."""
         kind = payload[0]
         flags = payload[1] | payload[2] << 8
-        if flags & Flag.SESSION:
-            self._apply_request(seq, payload, flags)
+        if flags & Flag.SESSION or kind in SESSION_KINDS:
+            apply_session_frame(self.sessions, seq, payload)
         if flags & Flag.TXN:
             self._apply_transactional(seq, kind, flags, payload, segment_first, offset)
         elif not flags & Flag.REFUSED:
@@ -183,15 +187,12 @@ class State:
                 # floor in between, where a pin that kept it down is gone since.
                 if seq > self.versions_seq:
                     self._apply_versions_entry(seq, kind, payload)
-            elif kind in SESSION_KINDS:
-                self._apply_session(seq, kind, payload)
             elif kind == Kind.CHECKPOINT:
                 if seq > self.versions_seq:
                     self._apply_checkpoint(seq, payload)
             elif kind in RECORDED:
                 if seq > self.versions_seq:
-                    body = decode_body(decode_payload(seq, payload))
-                    self.catalogue.add(record_of(kind, seq, body))
+                    self._apply_recorded(seq, kind, payload)
             elif kind == Kind.BEGIN:
                 self._apply_begin(seq, payload)
         if kind in IDLE_KINDS and self.applied == self.idle_seq:
@@ -263,29 +264,6 @@ class State:
             self.keeping.expires_us.pop(body["name"], None)
         self.decide_keeping()
 
-    def _apply_session(self, seq: int, kind: int, payload: bytes) -> None:
-        entry = decode_payload(seq, payload)
-        body = decode_body(entry)
-        if kind == Kind.SESSION_KEEP:
-            self.sessions.keep(seq, entry.time_us, body["session"])
-        elif kind == Kind.SESSION_CLOSE:
-            self.sessions.close(body["session"])
-        else:
-            # Where redo opens one that is stored as closed, the entry that closed it follows.
-            self.sessions.open(seq, entry.time_us, body["ttl_us"])
-
-    def _apply_request(self, seq: int, payload: bytes, flags: int) -> None:
-        """The frame of a request of a session, whatever became of it."""
-        extras, _ = format.decode_extras(flags, payload, format.FIXED_BYTES, len(payload))
-        assert extras.session is not None
-        code = format.U16.unpack(payload[-format.U16.size :])[0] if flags & Flag.REFUSED else 0
-        self.sessions.take(
-            seq,
-            format.FIXED.unpack_from(payload)[5],
-            request_of_word(extras.session, extras.request),
-            code,
-        )
-
     # ------------------------------------------------------------------ checkpoints to be made
 
     def _apply_checkpoint(self, seq: int, payload: bytes) -> None:
@@ -294,11 +272,18 @@ class State:
         base_seq = 0 if body.get("full") else self.base_seq
         time_us = int.from_bytes(payload[format.TIME_SLICE], "little")
         self.checkpoint_seq = self.idle_seq = seq
+        self.ships_seq = self.ships_seq or seq
         if not self.is_checkpoint_here(seq):
             self.add_due(Due(seq, time_us, base_seq, self.control_part()))
             if len(self.checkpoints_due) > DUE_MAX:
                 # A log is applied from its beginning: nobody waits for what was due then.
                 self.remove_due(self.checkpoints_due[0].seq)
+
+    def _apply_recorded(self, seq: int, kind: int, payload: bytes) -> None:
+        record = record_of(kind, seq, decode_body(decode_payload(seq, payload)))
+        self.catalogue.add(record)
+        if isinstance(record, CheckpointDescriptor):
+            self.ships_seq = self.checkpoint_seq if self.checkpoint_seq > record.seq else 0
 
     @property
     def base_seq(self) -> int:
@@ -326,6 +311,8 @@ class State:
         if self.transactions.open:
             rows = sorted(self.transactions.open.items())
             body["transactions"] = [row.to_control() for _, row in rows]
+        if self.sessions.sessions:
+            body["sessions"] = self.sessions.to_control()
         if self.catalogue:
             body["catalogue"] = self.catalogue.body()
         data: bytes = cbor2.dumps(body, canonical=True)

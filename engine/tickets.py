@@ -145,8 +145,9 @@ def _set_if_waiting(room: asyncio.Future[None]) -> None:
         room.set_result(None)
 
 
-def resolve_futures(tickets: Sequence[Ticket]) -> None:
-    """Resolve every future, whatever the callback of one of them raises."""
+def resolve_futures(tickets: Sequence[Ticket], *, reporting: bool = False) -> None:
+    """Resolve every future, whatever the callback of one of them raises. What is no `Exception` is raised
+    again, or with `reporting` told of as if the thread had ended by it: `sys.exit` is not meant for it."""
     interrupt: BaseException | None = None
     for ticket in tickets:
         future = ticket.future
@@ -155,8 +156,13 @@ def resolve_futures(tickets: Sequence[Ticket]) -> None:
             future.resolve(ticket.seq_last, ticket.error and again(ticket.error))
         except BaseException as error:  # noqa: BLE001 — raised again below
             interrupt = error
-    if interrupt is not None:
+    if interrupt is None:
+        return
+    if not reporting:
         raise interrupt
+    thread = threading.current_thread()
+    told = (type(interrupt), interrupt, interrupt.__traceback__, thread)
+    threading.excepthook(threading.ExceptHookArgs(told))
 
 
 def _resolve_coroutines(tickets: Sequence[Ticket]) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from lowwater.engine.records import Object
+
+if TYPE_CHECKING:
+    from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
+    from lowwater.engine.log import Log
 
 # `waiting`: the store was not reached yet. `working`: there is something to ship, and it is being shipped.
 # `idle`: all that is complete is there. `failing`: it is tried again. `stopped`: somebody has to act.
@@ -54,12 +61,44 @@ class ShippingStatus:
         return asdict(self)
 
 
+class OlderVersions(Protocol):
+    """What pages and memory do not have any more, read from elsewhere: slower, and never wrong. The seqs are
+    applied and durable."""
+
+    def at(self, bucket: str, key: str, seq: int) -> Object | None:
+        """The newest version not above `seq`; None where it is a deletion, or there is none."""
+        ...
+
+    def scan(self, bucket: str, low: bytes, high: bytes, seq: int) -> Iterator[Object]:
+        """The objects whose encoded keys are from `low` to below `high`, in their order."""
+        ...
+
+    def root(self, seq: int) -> str | None:
+        """The fingerprint as of a seq of which it is known without reading."""
+        ...
+
+
 class Tier(Protocol):
+    @property
+    def own_after(self) -> int:
+        """What was recorded up to this entry is another cluster's, of which this one is a clone."""
+        ...
+
+    def older_versions(self, log: Log, catalogue: Catalogue) -> OlderVersions: ...
+
     def ship(self, timeout_s: float | None) -> int:
         """Return once what is durable now is shipped, and its marks count: the high-water mark."""
         ...
 
     def status(self) -> ShippingStatus: ...
+
+    def read_checkpoint(self, checkpoint: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
+        """The index of a checkpoint that is recorded, and what reads its packs by their hashes."""
+        ...
+
+    def checkpoints_needed(self) -> list[int]:
+        """The seqs of checkpoints that are to be shipped, or that a store lacks of which the log says so."""
+        ...
 
     def make_room(self) -> None:
         """The disk is full: purge what can be, soon."""

@@ -26,7 +26,7 @@ from lowwater.engine.records import VALUE_PLACE
 from lowwater.engine.seams import File, Files
 from lowwater.engine.verified import VerifiedBlocks
 from lowwater.engine.walk import steady_names
-from lowwater.errors import Corrupt, NotFound
+from lowwater.errors import ArchivedOnly, Corrupt, NotFound
 
 OPEN_FILES_MAX = 32
 
@@ -88,10 +88,15 @@ class ValueReader:
         open_segment: OpenSegment,
         directory: str,
         cold_source: Callable[[], ColdSource | None] = lambda: None,
+        *,
+        is_shipped: Callable[[int], bool] = lambda _: False,
     ) -> None:
+        """`is_shipped` says whether the log has recorded that the segment which begins there is in an object
+        store: what is missing here is no damage then."""
         self._open_segment = open_segment
         self._directory = directory
         self._cold_source = cold_source
+        self._is_shipped = is_shipped
         self._open: OrderedDict[int, OpenedSegment] = OrderedDict()
         self._blocks: dict[int, VerifiedBlocks] = {}  # of the open ones that parts were read of
         self._lock = threading.Lock()
@@ -157,6 +162,14 @@ class ValueReader:
 
     def frame_seq(self, place: bytes) -> int:
         """The seq of the frame that holds a value."""
+        found = self.frame_seq_here(place)
+        if found is not None:
+            return found
+        segment_first, offset, _, _ = VALUE_PLACE.unpack(place)
+        return self._cold(segment_first).frame_seq(segment_first, offset)
+
+    def frame_seq_here(self, place: bytes) -> int | None:
+        """The same; None where its segment is not here any more."""
         segment_first, offset, _, _ = VALUE_PLACE.unpack(place)
         with self._reading():
             segment = self._segment(segment_first)
@@ -165,10 +178,16 @@ class ValueReader:
                 if len(head) < format.FRAME_BYTES:
                     raise Corrupt("the log ends before a value that it holds", offset=offset)
                 return int(format.FRAME.unpack(head)[0])
-        return self._cold(segment_first).frame_seq(segment_first, offset)
+        return None
 
     def _cold(self, segment_first: int) -> ColdSource:
         cold = self._cold_source()
+        if cold is None and self._is_shipped(segment_first):
+            raise ArchivedOnly(
+                f"the segment from {segment_first} on, with a large value, is in the object store only",
+                path=self._directory,
+                hint="name the store: open with tier=, or with a configuration that has tier.uri",
+            )
         if cold is None:
             raise Corrupt(
                 f"the segment from {segment_first} on, with a large value, is not here", path=self._directory

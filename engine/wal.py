@@ -7,7 +7,8 @@ Always true:
     no leader leads; a leader whose own append is done hands the lead to the next waiter. Nobody runs a
     caller's code (the callback of a future) while leading;
   - one batch is unsynced at a time, and no batch exceeds `format.BATCH_BYTES_MAX`. Several may go to the disk
-    in one call: each begins after the sync of the one before it;
+    in one call: each begins after the sync of the one before it, also where that one failed. So recovery may
+    find whole batches behind a torn one; all of them together are smaller than a batch may be;
   - nobody is told "durable", and no reader sees a frame, before the sync that covers it has returned;
   - after any failure of a write or a sync the log is poisoned: every waiter and every later append gets the
     error, reads go on, and nothing is written any more. Whether the last batch survives is decided by the
@@ -32,7 +33,7 @@ from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.chain import Chain
-from lowwater.engine.directory import CURRENT, LOCK, typed_errors
+from lowwater.engine.directory import LOCK, typed_errors
 from lowwater.engine.pieces import Piece, cut
 from lowwater.engine.recover import inspect_directory
 from lowwater.engine.ring import Chunk, Ring
@@ -66,6 +67,7 @@ from lowwater.metrics import LogMetrics
 # batches waits for all.
 RUN_BATCHES = 16
 RUN_BYTES_MAX = 2**19
+assert RUN_BYTES_MAX < format.BATCH_BYTES_MAX, "recovery would take what lies behind a torn batch for damage"
 # What an append costs in memory besides its frames.
 APPEND_OVERHEAD_BYTES = 600
 
@@ -377,6 +379,11 @@ class Wal:
             self._writer.wake()
         return pieces
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is another process than the one that opened the log."""
+        return self._forked
+
     def refuse_forked(self) -> None:
         """A forked child shares the files and not the threads: it may touch nothing, and no lock either."""
         if self._forked:
@@ -561,7 +568,8 @@ class Wal:
             self._poison(error, leading=self._leads_ended == leads_ended)
             raise
         finally:
-            resolve_futures(resolved)
+            # The writer thread has to be there for others.
+            resolve_futures(resolved, reporting=ticket is None)
 
     def _hand_over(self) -> None:
         """With the lock held, by the leader: the lead goes to whoever waits at the head of the queue."""
@@ -590,7 +598,7 @@ class Wal:
         size = 0
         queue = self._queue
         size_max = self.options.batch_bytes_max
-        if not alone and queue and queue[0].starts_segment is None:
+        if not alone and self.store.current is not None:
             size_max = max(size_max, min(RUN_BATCHES * size_max, RUN_BYTES_MAX))
         while queue:
             piece = queue[0]
@@ -794,11 +802,6 @@ def lock_directory(files: Files, directory: str, owner: str) -> File:
                 f"this log is open already: {holder}" if holder else "this log is open already",
                 path=directory,
             ) from error
-        try:
-            files.settle(f"{directory}/{CURRENT}")
-        except BaseException:
-            lock.close()
-            raise
         return lock
 
 

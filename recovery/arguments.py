@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowwater.engine.log import Seams
 from lowwater.engine.real import RealFiles
-from lowwater.errors import InputError, InvalidConfig
+from lowwater.errors import InvalidConfig
+from lowwater.tiering.lineage import Lineage, parents_opener
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
@@ -22,13 +23,6 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 PLACE_OPTIONS = frozenset({"endpoint", "region", "enable_virtual_host_style"})
 
 
-def directory_of(to: str | os.PathLike[str]) -> str:
-    path = os.fspath(to) if isinstance(to, str | os.PathLike) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise InputError(f"{to!r:.80} is no directory", hint="give the path of a directory as text")
-    return path
-
-
 def store_of(tier: str, config: ConfigSource | Config) -> tuple[Store, dict[str, str]]:
     """The store, to read from, and those of its options that say where it is."""
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
@@ -39,8 +33,13 @@ def store_of(tier: str, config: ConfigSource | Config) -> tuple[Store, dict[str,
     uri = os.fspath(tier)
     given = dict(loaded.options) if uri == loaded.store_uri() else {}
     place = parse_uri(uri, given)
-    shown = {name: value for name, value in place.options.items() if name in PLACE_OPTIONS}
-    return open_store(uri, options=given, config=loaded, read_only=True), shown
+    store = open_store(uri, options=given, config=loaded, read_only=True)
+    return Lineage(store, parents_opener(uri, given, loaded)), place_options(place.options)
+
+
+def place_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Those that may be recorded."""
+    return {name: value for name, value in options.items() if name in PLACE_OPTIONS}
 
 
 def real_seams() -> Seams:

@@ -5,24 +5,29 @@ Always true:
     nobody has to name it again, but for its credentials;
   - a log that was restored to go on is in an epoch of its own before anything is appended: whoever went on
     with the archive meanwhile is seen, and this one stops with `Fenced`;
-  - a clone writes nothing to the archive of its parent.
+  - a clone writes nothing to the archive of its parent. It ships to one of its own, where one is named, and
+    that is recorded before the first object is there.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from lowwater.engine.catalogue import Catalogue, Fork, fork_entry
+from lowwater.engine import format
+from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Fork, fork_entry
 from lowwater.engine.chain import seal_entry
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import Core, EngineOptions, meta_of
 from lowwater.engine.database import Database
+from lowwater.engine.directory import LOG_DIRECTORY
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import LOG_DIRECTORY, PAGES_DIRECTORY, configured, open_with
+from lowwater.engine.opening import PAGES_DIRECTORY, configured, open_with
 from lowwater.engine.origin import ORIGIN, Origin, read_origin, write_origin
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.reading import Reading
@@ -30,18 +35,24 @@ from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
 from lowwater.engine.tier import ShippingStatus
 from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError
-from lowwater.metrics import ColdMetrics
-from lowwater.recovery.arguments import ConfigSource
+from lowwater.metrics import ColdMetrics, StoreMetrics
+from lowwater.recovery.arguments import ConfigSource, place_options
 from lowwater.recovery.warming import Warming
 from lowwater.tiering import opening
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.cold import ColdLog
+from lowwater.tiering.cold_versions import ColdVersions
 from lowwater.tiering.fetcher import Fetcher
+from lowwater.tiering.lineage import Lineage, OpenParent, parents_opener
+from lowwater.tiering.measured_store import MeasuredStore
 from lowwater.tiering.names import segment_name
+from lowwater.tiering.objects import Parent
 from lowwater.tiering.opening import CACHE_DIRECTORY, TierOptions
+from lowwater.tiering.remote_checkpoint import read_objects
 from lowwater.tiering.store import Store
+from lowwater.tiering.store_uri import parse_uri
 
 if TYPE_CHECKING:
     from lowwater.config import Config
@@ -50,19 +61,40 @@ if TYPE_CHECKING:
 class ParentTier:
     """Fulfils `Tier` for who only reads from an archive: what a clone, and a restore, has of its parent."""
 
-    def __init__(self, path: str, store: Store, seams: Seams, *, cache_bytes_max: int | None = None) -> None:
-        self._store = store
+    def __init__(
+        self,
+        path: str,
+        store: Store,
+        seams: Seams,
+        *,
+        cache_bytes_max: int | None = None,
+        open_parent: OpenParent | None = None,
+    ) -> None:
+        store_metrics = StoreMetrics()
+        measured = MeasuredStore(store, seams.clock, store_metrics)
+        self._store = store = Lineage(measured, open_parent or parents_opener(store.uri))
         cache = None
         if cache_bytes_max is not None:
             cache = BlockCache(seams.files, f"{path}/{CACHE_DIRECTORY}", cache_bytes_max)
-        self.metrics = ColdMetrics()
-        self.fetcher = Fetcher(
-            store, clock=seams.clock, cache=cache, metrics=self.metrics, runner=seams.runner
-        )
+        metrics = ColdMetrics()
+        self.fetcher = Fetcher(store, clock=seams.clock, cache=cache, metrics=metrics, runner=seams.runner)
         self.blocks = ArchivedBlocks(self.fetcher)
+        self._metrics = (metrics, store_metrics)
+        self._registry: CollectorRegistry | None = None
+
+    def measure(self, registry: CollectorRegistry) -> None:
+        """Show what it measures, until it is closed: a registry serves one database after the other."""
+        self._registry = registry
+        for each in self._metrics:
+            registry.register(each)
 
     def cold(self, catalogue: Catalogue) -> ColdLog:
         return ColdLog(self.fetcher, catalogue, segment_name)
+
+    def older_versions(self, log: Log, catalogue: Catalogue) -> ColdVersions:
+        cold = log.cold_source
+        assert isinstance(cold, ColdLog), "what is attached was opened with the same store"
+        return ColdVersions(self.fetcher, cold, catalogue, log=log)
 
     def ship(self, timeout_s: float | None) -> int:
         raise self._ships_nowhere()
@@ -72,9 +104,20 @@ class ParentTier:
 
     def _ships_nowhere(self) -> InputError:
         return InputError(
-            "a clone ships nothing: the archive that it was made from belongs to its parent",
+            "this clone ships nothing: the archive that it was made from belongs to its parent",
             path=self._store.uri,
+            hint="open it with tier=, and a prefix of its own",
         )
+
+    @property
+    def own_after(self) -> int:
+        return format.SEQ_MAX
+
+    def read_checkpoint(self, checkpoint: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
+        return read_objects(self._store, checkpoint)
+
+    def checkpoints_needed(self) -> list[int]:
+        return []
 
     def make_room(self) -> None:
         """Nothing here is a copy of what the archive has, but for the cache, which is bounded."""
@@ -83,6 +126,10 @@ class ParentTier:
         self.fetcher.close()
 
     def close(self) -> None:
+        if self._registry is not None:
+            for each in self._metrics:
+                self._registry.unregister(each)
+            self._registry = None
         self._store.close()
 
 
@@ -117,6 +164,9 @@ def open_directory(
         )
     named = tier or loaded.tier.store_uri()
     loaded = with_origin(loaded, origin) if named is None else loaded
+    uri = tier or loaded.tier.store_uri()
+    assert uri is not None
+    place = parse_uri(uri, dict(loaded.tier.options) if uri == loaded.tier.store_uri() else {})
     stores = opening.open_stores(tier, loaded.tier)
     try:
         return open_restored(
@@ -128,6 +178,8 @@ def open_directory(
             options=settings.options,
             registry=registry,
             progress=progress,
+            open_parent=opening.opener_of(tier, loaded.tier),
+            ships_options=place_options(place.options),
         )
     except LowwaterError as error:
         if named is None and not error.hint:
@@ -136,8 +188,10 @@ def open_directory(
 
 
 def with_origin(config: Config, origin: Origin) -> Config:
-    """The configuration with the archive that a directory was restored from."""
+    """The configuration with the archive that a directory was restored from, or, as a clone, ships to."""
     recorded = {"uri": origin.uri, "options": dict(origin.options)}
+    if origin.ships_to:
+        recorded = {"uri": origin.ships_to, "options": dict(origin.ships_options)}
     return config.model_copy(update={"tier": config.tier.model_copy(update=recorded)})
 
 
@@ -153,26 +207,33 @@ def open_restored(
     store: PageStore | None = None,
     registry: CollectorRegistry | None = None,
     progress: Progress | None = None,
+    open_parent: OpenParent | None = None,
+    ships_options: Mapping[str, str] = {},
 ) -> Database:
     """The same with everything that a test, or a simulation, puts in its place. The stores are the database's
     from now on."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
     tier_options = tier_options or TierOptions()
     try:
-        if origin.is_clone:
-            if stores[0].uri != origin.uri:
-                raise InvalidConfig(
-                    f"this is a clone: it reads what it has not from {origin.uri}, and ships nowhere",
-                    path=path,
-                    hint="leave the tier out",
-                )
-        elif not origin.is_continued:
+        ships = not origin.is_clone or stores[0].uri != origin.uri
+        if origin.is_clone and not ships and origin.ships_to:
+            raise InvalidConfig(
+                f"this clone ships to {origin.ships_to}, and {origin.uri} is its parent's archive",
+                path=path,
+                hint="leave the tier out",
+            )
+        if origin.is_clone and ships:
+            origin = note_where_it_ships(path, origin, stores[0], seams, ships_options)
+            cloned_from = Parent(origin.uri, dict(origin.options), origin.parent_id, origin.seq)
+            shipping = replace(tier_options.shipping, parent=cloned_from)
+            tier_options = replace(tier_options, shipping=shipping)
+        elif not origin.is_clone and not origin.is_continued:
             origin = go_on(path, origin, stores[0], seams=seams, log_options=log_options)
     except BaseException:
         for each in stores:
             each.close()
         raise
-    if not origin.is_clone:
+    if ships:
         database = opening.open_tiered(
             path,
             stores,
@@ -184,9 +245,16 @@ def open_restored(
             create=False,
             registry=registry,
             progress=progress,
+            open_parent=open_parent,
         )
     else:
-        parent = ParentTier(path, stores[0], seams, cache_bytes_max=tier_options.cache_bytes_max)
+        parent = ParentTier(
+            path,
+            stores[0],
+            seams,
+            cache_bytes_max=tier_options.cache_bytes_max,
+            open_parent=open_parent,
+        )
         try:
             database = open_with(
                 path,
@@ -204,10 +272,20 @@ def open_restored(
             parent.stop()
             parent.close()
             raise
-        database.registry.register(parent.metrics)
+        parent.measure(database.registry)
         database.attach_tier(parent)
     warm(database, path, origin, seams)
     return database
+
+
+def note_where_it_ships(
+    path: str, origin: Origin, store: Store, seams: Seams, options: Mapping[str, str]
+) -> Origin:
+    """Before a clone ships to a store of its own: what is purged here will be there."""
+    noted = origin._replace(ships_to=store.uri, ships_options=dict(options))
+    if noted != origin:
+        write_origin(seams.files, path, ORIGIN, noted)
+    return noted
 
 
 def open_to_read(
@@ -252,7 +330,12 @@ def warm(core: Core, path: str, origin: Origin, seams: Seams) -> None:
 
     warming = Warming(core.leaving, core.registry, ended=ended)
     task = seams.runner.start("restore-warming", warming.step)
-    core.before_close(task.stop)
+
+    def stop() -> None:
+        task.stop()
+        warming.close()
+
+    core.before_close(stop)
 
 
 # ---------------------------------------------------------------------------- a line that goes on
@@ -269,7 +352,9 @@ def go_on(
     """Claim an epoch for a log that was restored, and append the `fork` that says so. Raises Fenced where the
     archive has gone on since."""
     with open_log(path, seams, log_options) as log:
-        if log.chain.epoch == origin.epoch:
+        # Above it the fork is there already, and a crash came before that was noted. Below it the log is
+        # where the archive's newest fork was not shipped yet, but for its manifest.
+        if log.chain.epoch <= origin.epoch:
             try:
                 claim = open_archive(store, origin.parent_id).claim(
                     Catalogue(),

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine.log import Seams
 from lowwater.recovery.arguments import ConfigSource, real_seams, store_of
-from lowwater.recovery.point import Moment, missing_after, point_of, reach, seq_of
+from lowwater.recovery.point import missing_after, point_of, reach, seq_of
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
+from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Store
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 class Plan(NamedTuple):
     """What a restore would do. `objects`, `bytes` and `requests` are what comes before it can be read, and
-    `full_bytes` all that there is to fetch. Bytes are those of raw segments: most are stored in fewer."""
+    `full_bytes` what there is to fetch, but for large values that lie in older segments: these come too, from
+    the first on that has one, so at most `values_bytes_max` more. Which one that is the pages tell, once they
+    are here. Bytes are those of raw segments: most are stored in fewer."""
 
     uri: str
     seq: int
@@ -31,6 +34,8 @@ class Plan(NamedTuple):
     requests: int
     full_objects: int
     full_bytes: int
+    values_objects_max: int
+    values_bytes_max: int
     seq_last: int
     missing: str
 
@@ -54,7 +59,7 @@ def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
     archive = open_archive(store)
     fetcher = Fetcher(store, clock=seams.clock)
     reached = reach(archive)
-    point = point_of(reached, fetcher, seq_of(reached, fetcher, store.uri, at))
+    point = point_of(reached, store, fetcher, seq_of(reached, fetcher, store.uri, at))
     log_bytes = sum(each.size for each in point.segments)
     objects, early_bytes = len(point.segments) + 1, log_bytes
     full_objects, full_bytes = objects, early_bytes
@@ -66,6 +71,8 @@ def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
         early_bytes += point.checkpoint.size + lists_bytes
         full_objects += 1 + len(index.packs)
         full_bytes += point.checkpoint.size + sum(index.packs.values())
+    first = point.segments[0].first
+    older = [each.size for each in reached.all.segments if each.first < first]
     return Plan(
         uri=store.uri,
         seq=point.seq,
@@ -78,6 +85,8 @@ def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
         requests=2 * objects,
         full_objects=full_objects,
         full_bytes=full_bytes,
+        values_objects_max=len(older),
+        values_bytes_max=sum(older),
         seq_last=reached.seq_last,
         missing=missing_after(reached, point.seq),
     )

@@ -1,7 +1,8 @@
 """A point of an archive: what a restore to a seq, or a time, begins with, and what it has to fetch.
 
 Always true:
-  - only what the newest manifest reaches counts, and the segments that follow it in its epoch;
+  - only what the newest manifest reaches counts, and the segments that follow it in its epoch; but for a
+    checkpoint somebody has built since of what it reaches, which can be compared with it;
   - the point is the last entry that is not after what was asked for. Of a group that is not complete there
     the entries before it are meant, since none of it took effect;
   - what the log did not record as shipped by then lies in the local log afterwards, so that everything which
@@ -11,26 +12,24 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
 from lowwater.engine.chain import Creation
-from lowwater.engine.moments import require_seq, time_us_of
-from lowwater.engine.recover import creation_of
-from lowwater.errors import Corrupt, LowwaterError, NotFound, VersionGone
+from lowwater.engine.entries import decode_payload
+from lowwater.errors import DataError, NotFound
+from lowwater.tiering import shipped_log
 from lowwater.tiering.archive import Archive
-from lowwater.tiering.cold import ColdLog
+from lowwater.tiering.built_checkpoints import built_checkpoints, pass_over
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.names import segment_name
 from lowwater.tiering.objects import Manifest
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.remote_segment import RemoteSegment
-
-Moment = int | datetime | None
-"""A seq, a time, or None for the newest."""
+from lowwater.tiering.shipped_log import Moment, shown_time
+from lowwater.tiering.store import Store
 
 
 class Reached(NamedTuple):
@@ -81,51 +80,17 @@ def reach(archive: Archive) -> Reached:
 
 def seq_of(reached: Reached, fetcher: Fetcher, uri: str, at: Moment) -> int:
     """The seq that is meant."""
-    last = reached.seq_last
-    if at is None:
-        return last
-    if isinstance(at, datetime):
-        time_us = time_us_of(at)
-        before = ColdLog(fetcher, reached.all, segment_name).seq_before_time(time_us + 1)
-        if not before:
-            raise VersionGone(
-                f"the archive begins after {at.isoformat()}", path=uri, hint="give a later time, or a seq"
-            )
-        return before
-    require_seq(at)
-    if at > last:
-        ended = shown_time(time_of(reached, last))
-        raise VersionGone(
-            f"seq {at} is not in the archive: its last one is {last}, of {ended}",
-            path=uri,
-            seq=at,
-            hint="give a lower seq, or none for the newest. What was written after that was not shipped",
-        )
-    first = reached.all.segments[0].first
-    if at < first:
-        raise VersionGone(
-            f"the archive begins with seq {first}", path=uri, seq=at, hint=f"give {first} or a higher seq"
-        )
-    return at
+    return shipped_log.seq_of(reached.all, fetcher, segment_name, uri, at)
 
 
-def time_of(reached: Reached, seq: int) -> int:
-    """The time of the last entry of a segment that ends there."""
-    found = reached.all.segment_of(seq)
-    return 0 if found is None else found.time_max_us
-
-
-def shown_time(time_us: int) -> str:
-    try:
-        moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=time_us)
-    except OverflowError:
-        return f"{time_us} us"
-    return moment.isoformat().replace("+00:00", "Z")
-
-
-def point_of(reached: Reached, fetcher: Fetcher, seq: int) -> Point:
-    """What restoring to `seq` needs."""
+def point_of(
+    reached: Reached, store: Store, fetcher: Fetcher, seq: int, *, built_max: int = format.SEQ_MAX
+) -> Point:
+    """What restoring to `seq` needs. Of checkpoints that no manifest names those up to `built_max` count: a
+    restore that is gone on with has begun with one."""
     checkpoint = reached.recorded.checkpoint_not_above(seq)
+    built = _built(reached, store, fetcher, min(seq, built_max))
+    checkpoint = built or checkpoint
     redo_seq = 1
     if checkpoint is not None:
         redo_seq = checkpoint.seq + 1
@@ -138,6 +103,43 @@ def point_of(reached: Reached, fetcher: Fetcher, seq: int) -> Point:
         segments = [reached.all.segments[reached.all.segments.count_to(_first, seq) - 1]]
     before = reached.all.segments.count_to(_first, segments[0].first) - 2
     return Point(seq, checkpoint, segments, reached.all.segments[before] if before >= 0 else None)
+
+
+def _built(reached: Reached, store: Store, fetcher: Fetcher, seq: int) -> CheckpointDescriptor | None:
+    """The newest checkpoint that is listed and no manifest names, if it is newer than those and of this log:
+    an entry asks for it, and it says of what was shipped by then the same as the manifest."""
+    recorded = reached.recorded
+    if reached.manifest is None:
+        return None
+    newest = recorded.checkpoint_not_above(seq)
+    above = 0 if newest is None else newest.seq
+    for found in built_checkpoints(store, above, min(seq, recorded.hwm), reached.manifest.cluster_id):
+        if not _is_asked_for(recorded, fetcher, found):
+            continue
+        remote = RemoteCheckpoint(fetcher, found)
+        expected = catalogue_as_of(recorded, found.seq)
+        if remote.index.control_body.get("catalogue") != (expected.body() if expected else None):
+            continue
+        try:
+            # What a restore begins with. That a list is damaged must not end it: the log has everything.
+            for _ in remote.blocks():
+                pass
+        except (DataError, NotFound) as error:
+            pass_over(remote.name, error)
+            continue
+        return found
+    return None
+
+
+def _is_asked_for(recorded: Catalogue, fetcher: Fetcher, checkpoint: CheckpointDescriptor) -> bool:
+    segment = recorded.segment_of(checkpoint.seq)
+    if segment is None:
+        return False
+    frame = RemoteSegment(fetcher, segment_name(segment), segment).frame_of(checkpoint.seq)
+    if frame is None:
+        return False
+    entry = decode_payload(checkpoint.seq, frame[1][format.FRAME_BYTES :])
+    return entry.kind == "checkpoint" and entry.refused is None and entry.time_us == checkpoint.time_us
 
 
 def _between(catalogue: Catalogue, first: int, last: int) -> Iterator[SegmentDescriptor]:
@@ -157,33 +159,9 @@ def catalogue_as_of(catalogue: Catalogue, seq: int) -> Catalogue:
     return Catalogue.from_body(catalogue.body(seq), chunks.__getitem__)
 
 
-class _Body:
-    """The body of a shipped segment, as a file."""
-
-    def __init__(self, segment: RemoteSegment) -> None:
-        self._segment = segment
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        return self._segment.read(offset, min(offset + size, self._segment.descriptor.body_bytes))
-
-    def size(self) -> int:
-        return self._segment.descriptor.body_bytes
-
-
 def creation_in(reached: Reached, fetcher: Fetcher) -> Creation:
     """What the first entry of the log says."""
-    first = reached.all.segments[0]
-    segment = RemoteSegment(fetcher, segment_name(first), first)
-    header = segment.header()
-    where = fetcher.where(segment.name)
-    if header.seq_before:
-        raise VersionGone(
-            "the archive does not have the beginning of the log any more", path=where, seq=header.seq_first
-        )
-    try:
-        return creation_of(_Body(segment), header)
-    except LowwaterError as error:
-        raise Corrupt(f"the first entry of the log cannot be read: {error.message}", path=where) from error
+    return shipped_log.creation_in(reached.all, fetcher, segment_name)
 
 
 def parent_segment(reached: Reached) -> bytes:

@@ -15,15 +15,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.chain import CLUSTER_ID_BYTES
-from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.flush import META_KEY
 from lowwater.engine.install import install_references
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Seams
-from lowwater.engine.opening import LOG_DIRECTORY, PAGES_DIRECTORY
+from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.origin import ORIGIN, RESTORING, TEMPORARY, Origin, read_origin, write_origin
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.references import REFERENCE_BYTES
@@ -31,10 +32,9 @@ from lowwater.engine.seams import File, Files
 from lowwater.engine.wal import lock_directory
 from lowwater.errors import AlreadyExists, Corrupt, DirectoryLocked
 from lowwater.recovery import segments
-from lowwater.recovery.arguments import ConfigSource, directory_of, real_seams, store_of
+from lowwater.recovery.arguments import ConfigSource, real_seams, store_of
 from lowwater.recovery.opening import append_fork, open_log, open_to_read
 from lowwater.recovery.point import (
-    Moment,
     Point,
     Reached,
     catalogue_as_of,
@@ -50,6 +50,7 @@ from lowwater.tiering.archive import open_archive
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
+from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Found, Part, Store
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def restore(
     else it can be opened at once, and reads what it lacks from the archive. `to` has to be new; a restore
     that was stopped goes on when it is called again. `progress` is told what is done.
     """
-    path = directory_of(to)
+    path = local_path(to)
     store, options = store_of(tier, config)
     try:
         return restore_with(
@@ -201,7 +202,8 @@ class _Restore:
             if begun is not None:
                 self._require_same(begun, archive.cluster_id, at, wanted, clone=clone)
                 wanted = begun.wanted_seq
-            point = point_of(reached, fetcher, wanted)
+            built_max = format.SEQ_MAX if begun is None else begun.checkpoint_seq
+            point = point_of(reached, self._store, fetcher, wanted, built_max=built_max)
             origin = begun
             if origin is None:
                 origin = self._origin(archive.cluster_id, reached, point, clone=clone)
@@ -393,7 +395,8 @@ class _Restore:
             chain = log.chain
             if origin.is_clone and chain.cluster_id == origin.cluster_id:
                 return origin, next(log.read(origin.seq)).time_us
-            if chain.seq_last != origin.seq:
+            # It is above it where a crash has left the seal that comes before a `fork`, and not that.
+            if chain.seq_last < origin.seq:
                 origin = origin._replace(seq=chain.seq_last)
                 write_origin(self._files, self._path, RESTORING, origin)
             if origin.is_clone:

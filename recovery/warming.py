@@ -43,8 +43,13 @@ class Warming:
         self._again_s = AGAIN_S
         self.total = self.done = 0
         self.is_over = False
-        gauge = Gauge(*PAGES_AWAY, registry=registry)
-        gauge.set_function(lambda: self.total - self.done)
+        self._registry = registry
+        self._gauge = Gauge(*PAGES_AWAY, registry=registry)
+        self._gauge.set_function(lambda: self.total - self.done)
+
+    def close(self) -> None:
+        """Show nothing any more: a registry serves one database after the other."""
+        self._registry.unregister(self._gauge)
 
     def step(self) -> float | None:
         """A `Step`: a few pages. What is in the way is said in the log, and tried again."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from lowwater.tiering.testing.s3_server import S3Server
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("lowwater", deadline=None, print_blob=True)
@@ -29,6 +33,28 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server for all tests of a worker: each takes a prefix of its own."""
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """One session for all tests of a worker: a JVM takes seconds to start. Two tasks at once, and no more of
+    them than tiny archives need. Never stop it."""
+    import lowwater.spark
+
+    scratch = tmp_path_factory.mktemp("spark")
+    running = lowwater.spark.session(
+        master="local[2]",
+        config={
+            "spark.sql.shuffle.partitions": 2,
+            "spark.default.parallelism": 2,
+            "spark.driver.memory": "1g",
+            "spark.local.dir": scratch / "local",
+            "spark.sql.warehouse.dir": scratch / "warehouse",
+        },
+        app_name="lowwater tests",
+    )
+    yield running
+    running.stop()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -136,6 +136,7 @@ def test_a_wheel_from_a_source_distribution_holds_the_modules_behind_the_links(t
         held = {name for name in wheel.namelist() if name.startswith("lowwater/")}
 
     expected = {"lowwater/py.typed", *(f"lowwater/{path.name}" for path in PACKAGE.glob("*.py"))}
+    expected.add("lowwater/spark/log4j2.properties")
     for folder in (*(ROOT / name for name in LAYERS), PACKAGE / "cli"):
         expected |= {f"lowwater/{path.relative_to(folder.parent)}" for path in folder.rglob("*.py")}
     assert held == expected

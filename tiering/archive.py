@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.catalogue import Catalogue, ListHead, SegmentDescriptor
+from lowwater.engine.format import SegmentHeader
 from lowwater.errors import (
     Busy,
     Corrupt,
@@ -30,6 +32,7 @@ from lowwater.errors import (
 )
 from lowwater.tiering.names import (
     CLUSTER,
+    ObjectName,
     chunk_name,
     epoch_prefix,
     epochs_above,
@@ -42,6 +45,7 @@ from lowwater.tiering.objects import (
     HINT,
     EpochClaim,
     Manifest,
+    Parent,
     decode_cluster,
     decode_epoch,
     decode_manifest,
@@ -49,7 +53,7 @@ from lowwater.tiering.objects import (
     manifest_of,
     require_hash,
 )
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Found, Store, at
 from lowwater.tiering.verify import ObjectEnds, describe_object
 
 # Others who claim at the same time: more than that is no accident.
@@ -126,25 +130,42 @@ class Archive:
             ) from None
 
     def segments_after(self, manifest: Manifest | None, catalogue: Catalogue) -> Iterator[SegmentDescriptor]:
-        """The segments that follow those of the newest manifest, in its epoch, as far as one follows another:
-        they were shipped, and no manifest says so yet. Where two would follow, none is taken: nobody knows
-        which log goes on. One that is damaged does not follow: nothing has ever rested on it."""
+        """The segments that follow those of the newest manifest, as far as one follows another: in its epoch,
+        and in the epochs before it up to where they were forked. They were shipped, and no manifest says so
+        yet, or none of this line: who was restored records again what its log lacks, one segment after the
+        other. Where two would follow, none is taken: nobody knows which log goes on. A damaged one of its own
+        epoch does not follow: nothing has ever rested on it. One of an epoch before may have counted, and is
+        told."""
         seq, segment_hash = catalogue.hwm, catalogue.hash_last
         following: dict[tuple[int, bytes], list[SegmentDescriptor]] = {}
-        prefix = wal_prefix(1 if manifest is None else manifest.epoch)
-        for each in self.store.list(prefix, f"{prefix}segment-{seq:020}-~"):
-            found = parse(each.name)
-            if found is not None and found.type == "segment":
-                try:
-                    header, described = describe_object(found, ObjectEnds(self.store, each.name, each.size))
-                except DataError:
+        epochs = [(1 if manifest is None else manifest.epoch, format.SEQ_MAX)]
+        epochs += [(fork.parent_epoch, fork.seq) for fork in catalogue.forks if fork.seq > seq]
+        for epoch, last in epochs:
+            prefix = wal_prefix(epoch)
+            for each in self.store.list(prefix, f"{prefix}segment-{seq:020}-~"):
+                found = parse(each.name)
+                if found is None or found.type != "segment" or found.seq_last > last:
                     continue
+                try:
+                    header, described = self._describe(found, each)
+                except DataError as error:
+                    if last == format.SEQ_MAX:
+                        continue
+                    error.path, error.hint = at(self.store.uri, each.name), HINT
+                    raise
                 if header.cluster_id == self.cluster_id:
                     place = (header.seq_before, header.hash_before)
                     following.setdefault(place, []).append(described)
         while len(nexts := following.get((seq, segment_hash), [])) == 1:
             yield nexts[0]
             seq, segment_hash = nexts[0].last, nexts[0].hash
+
+    def _describe(self, name: ObjectName, found: Found) -> tuple[SegmentHeader, SegmentDescriptor]:
+        """A segment by its two ends. What was damaged on the way is read once more."""
+        try:
+            return describe_object(name, ObjectEnds(self.store, found.name, found.size))
+        except DataError:
+            return describe_object(name, ObjectEnds(self.store, found.name, found.size))
 
     # ------------------------------------------------------------------ publishing
 
@@ -156,7 +177,11 @@ class Archive:
             self._write(chunk_name(chunk_hash), data)
         data = manifest.encode()
         self._write(manifest.name, data)
-        if self.store.read(manifest.name) != data:
+        try:
+            is_there = self.store.read(manifest.name) == data
+        except NotFound:
+            is_there = False
+        if not is_there:
             raise StoreCorrupt("a manifest is not what was written", path=at(self.store.uri, manifest.name))
         self._published = manifest.heads
         return manifest
@@ -201,7 +226,11 @@ class Archive:
         for _ in range(COLLISIONS_MAX):
             ours = EpochClaim(self.cluster_id, epoch_next, epoch, _hash_of(before), token(16), owner)
             self._write(ours.name, ours.encode())
-            others = [name for name in epochs_above(self.store, epoch_next - 1) if name != ours.name]
+            claims = list(epochs_above(self.store, epoch_next - 1))
+            if ours.name not in claims:
+                where = at(self.store.uri, ours.name)
+                raise StoreCorrupt("a claim is not there after it was written", path=where)
+            others = [name for name in claims if name != ours.name]
             higher = [name for name in others if epoch_of(name) > epoch_next]
             if higher:
                 raise self._fenced(
@@ -270,19 +299,21 @@ def epoch_of(name: str) -> int:
     return 0 if found is None else found.epoch
 
 
-def open_archive(store: Store, cluster_id: bytes | None = None, *, create: bool = False) -> Archive:
+def open_archive(
+    store: Store, cluster_id: bytes | None = None, *, create: bool = False, parent: Parent | None = None
+) -> Archive:
     """The archive in this store: of this cluster, or, for who only reads, of whichever it is. `create` makes
-    one where there is none."""
+    one where there is none, of a clone with its parent."""
     if create:
         assert cluster_id is not None
-        data = encode_cluster(cluster_id)
+        data = encode_cluster(cluster_id, parent)
         store.write(CLUSTER, [data], size=len(data))
     try:
         data = store.read(CLUSTER)
     except NotFound:
         raise NotFound("there is no archive here", path=store.uri, hint="check bucket and prefix") from None
     try:
-        found = decode_cluster(data)
+        found = decode_cluster(data).cluster_id
     except LowwaterError as error:
         error.path = at(store.uri, CLUSTER)
         raise

@@ -98,7 +98,5 @@ class ArchiveFiles:
     def room(self, directory: str) -> int:
         return 0
 
-    def settle(self, path: str) -> None: ...
-
     def lock(self, path: str, owner: str) -> File:
         raise self._never(path)

@@ -6,7 +6,8 @@ Always true:
   - frames of a key that took effect stand in the log in the order in which they did: who commits first wins,
     and everybody else who has written the key is refused. So the newest frame that counts has the answer;
   - a version of a transaction counts from its `commit` on, whose seq and time it has, if nothing has undone
-    it before; one of a group from the group's last seq on.
+    it before; one of a group from the group's last seq on;
+  - a scan holds in memory the keys that were written since the checkpoint, and no values but one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from blake3 import blake3
 
 from lowwater.engine import format
 from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor
+from lowwater.engine.checkpoints import CheckpointRow
 from lowwater.engine.entries import Entry, decode_body, decode_frames, decode_payload
-from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, Flag, Kind
+from lowwater.engine.format import FRAME_BYTES, Flag, Kind
 from lowwater.engine.log import Log
+from lowwater.engine.pages import decode_key, encode_key
 from lowwater.engine.reader import read_chunks
 from lowwater.engine.records import Object
 from lowwater.engine.ring import Chunk
@@ -33,11 +36,14 @@ from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 
 CHECKPOINTS_MAX = 4
-# So many transactions that have ended are remembered.
+# So many transactions that have ended are remembered, and so many entries that ended some, with all others of
+# their segments: frames have no index by transaction, so each segment is gone through once.
 ENDED_MAX = 10_000
+ENDS_MAX = 100_000
 
 _ENDS = frozenset({Kind.COMMIT, Kind.ABORT})
 _DELETIONS = frozenset({"delete", "delete_bucket"})
+_DATA = frozenset({"create_bucket", "delete_bucket", "put", "delete", "copy"})
 
 
 class Shipped(ShippedSegments, Protocol):
@@ -80,6 +86,8 @@ class ColdVersions:
         self._lock = threading.Lock()
         self._checkpoints: OrderedDict[int, RemoteCheckpoint] = OrderedDict()
         self._ended: OrderedDict[int, Row] = OrderedDict()
+        self._ends: OrderedDict[tuple[int, int], dict[int, list[Entry]]] = OrderedDict()
+        self._ends_count = 0
 
     def at(self, bucket: str, key: str, seq: int) -> Object | None:
         """The newest version not above `seq`, as a read at `seq` returns it; None where there is no key then.
@@ -90,13 +98,59 @@ class ColdVersions:
             self._fetcher.metrics.used(len(found.value))
         return found
 
-    def _at(self, bucket: str, key: str, seq: int) -> Object | None:
+    def root(self, seq: int) -> str | None:
+        """That of a checkpoint is recorded."""
+        found = self._catalogue.checkpoint_not_above(seq)
+        return found.root.hex() if found is not None and found.seq == seq else None
+
+    def scan(self, bucket: str, low: bytes, high: bytes, seq: int) -> Iterator[Object]:
+        """The objects of a bucket whose encoded keys are from `low` to below `high`, in their order."""
+        self._require_shipped(seq)
+        looking = self._look(bucket, "", seq)
+        changed = iter(sorted(self._changed(looking, low, high)))
+        rows = iter(()) if looking.base is None else looking.base.rows_between(low, high)
+        row, key = self._next_row(rows), next(changed, None)
+        while row is not None or key is not None:
+            row_key = None if row is None else encode_key(row.bucket.encode(), row.key.encode())
+            if key is None or (row_key is not None and row_key < key):
+                assert row is not None
+                yield self._object_of(row)
+                row = self._next_row(rows)
+                continue
+            if row_key == key:
+                row = self._next_row(rows)
+            found = self.at(bucket, decode_key(key)[1].decode(), seq)
+            if found is not None:
+                yield found
+            key = next(changed, None)
+
+    def _next_row(self, rows: Iterator[CheckpointRow]) -> CheckpointRow | None:
+        with self._fetcher.query():
+            return next(rows, None)
+
+    def _changed(self, looking: _Looking, low: bytes, high: bytes) -> set[bytes]:
+        """The keys of which the log has frames that the checkpoint says nothing of."""
+        found: set[bytes] = set()
+        after = min([looking.base_seq, *(txn - 1 for txn in looking.opened)])
+        for chunk in self._chunks(after, looking.seq):
+            for entry in decode_frames(chunk.data, chunk.start, chunk.end, verify=not chunk.verified):
+                if entry.kind not in _DATA or entry.refused is not None or entry.seq > looking.seq:
+                    continue
+                encoded = encode_key(*_indexed(entry.bucket, entry.key))
+                if low <= encoded < high:
+                    found.add(encoded)
+        return found
+
+    def _require_shipped(self, seq: int) -> None:
         if seq > self._catalogue.hwm and self._log is None:
             raise VersionGone(
                 f"the archive ends at seq {self._catalogue.hwm}",
                 seq=seq,
                 hint="read at that seq, or an earlier one",
             )
+
+    def _at(self, bucket: str, key: str, seq: int) -> Object | None:
+        self._require_shipped(seq)
         looking = self._look(bucket, key, seq)
         for entry in self._frames_of_key(looking):
             found = self._counted(entry, looking)
@@ -215,22 +269,44 @@ class ColdVersions:
         return row
 
     def _ends_after(self, after: int, seq: int, txn: int) -> Iterator[Entry]:
-        """The commits and aborts of a transaction. Segments without any are not read."""
-        for descriptor in self._segments(after + 1, seq):
-            if _ENDS.intersection(self._cold.segment(descriptor).kinds()):
-                yield from self._ends_in(max(after, descriptor.first - 1), min(seq, descriptor.last), txn)
+        """The commits and aborts of a transaction. Segments without any are not read, others once."""
         hwm = self._catalogue.hwm
+        for descriptor in self._segments(after + 1, min(seq, hwm)):
+            for entry in self._ends_of(descriptor).get(txn, ()):
+                if after < entry.seq <= seq:
+                    yield entry
         if seq > hwm:
-            yield from self._ends_in(max(after, hwm), seq, txn)
+            yield from (each for each in self._ends_in(max(after, hwm), seq) if each.txn == txn)
 
-    def _ends_in(self, after: int, seq: int, txn: int) -> Iterator[Entry]:
+    def _ends_of(self, descriptor: SegmentDescriptor) -> dict[int, list[Entry]]:
+        """Those of a segment, by transaction."""
+        key = (descriptor.epoch, descriptor.first)
+        with self._lock:
+            found = self._ends.get(key)
+            if found is not None:
+                self._ends.move_to_end(key)
+                return found
+        found = {}
+        if _ENDS.intersection(self._cold.segment(descriptor).kinds()):
+            for entry in self._ends_in(descriptor.first - 1, descriptor.last):
+                assert entry.txn is not None
+                found.setdefault(entry.txn, []).append(entry)
+        with self._lock:
+            if key not in self._ends:
+                self._ends[key] = found
+                self._ends_count += 1 + sum(map(len, found.values()))
+            while self._ends_count > ENDS_MAX and len(self._ends) > 1:
+                _, gone = self._ends.popitem(last=False)
+                self._ends_count -= 1 + sum(map(len, gone.values()))
+        return found
+
+    def _ends_in(self, after: int, seq: int) -> Iterator[Entry]:
         for chunk in self._chunks(after, seq):
             at, data = chunk.start, chunk.data
             while at < chunk.end:
                 found, length, _, kind, flags, *_ = format.FRAME_FIXED.unpack_from(data, at)
                 end = at + FRAME_BYTES + length
-                is_end = after < found <= seq and kind in _ENDS and flags & Flag.TXN
-                if is_end and format.U64.unpack_from(data, at + FRAME_FIXED_BYTES)[0] == txn:
+                if after < found <= seq and kind in _ENDS and flags & Flag.TXN:
                     (entry,) = decode_frames(data, at, end, verify=not chunk.verified)
                     yield entry
                 at = end
@@ -259,12 +335,18 @@ class ColdVersions:
 
     def _of_base(self, looking: _Looking, base: RemoteCheckpoint) -> Object | None:
         row = base.row(looking.bucket.encode(), looking.key.encode())
-        if row is None:
-            return None
+        return None if row is None else self._object_of(row)
+
+    def _object_of(self, row: CheckpointRow) -> Object:
         value = row.value
         if value is None:
             assert row.place is not None
             value = self._cold.value(*row.place, row.value_bytes)
             if blake3(value).digest() != row.value_hash:
                 raise Corrupt("a large value is another one than the checkpoint has", seq=row.seq)
-        return Object(looking.bucket, looking.key, value, row.metadata, row.seq, row.time_us)
+        return Object(row.bucket, row.key, value, row.metadata, row.seq, row.time_us)
+
+
+def _indexed(bucket: str, key: str) -> tuple[bytes, bytes]:
+    """Bucket and key as pages have them: the record of a bucket is the key of its name in the bucket ""."""
+    return (bucket.encode(), key.encode()) if key else (b"", bucket.encode())

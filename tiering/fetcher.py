@@ -146,11 +146,23 @@ class Fetcher:
             )
         return data
 
-    def read(self, name: str, size: int, start: int, end: int, *, sequential: bool = False) -> bytes:
-        """The bytes from `start` to below `end` of an object of this size."""
+    def read(
+        self,
+        name: str,
+        size: int,
+        start: int,
+        end: int,
+        *,
+        sequential: bool = False,
+        passing: bool = False,
+    ) -> bytes:
+        """The bytes from `start` to below `end` of an object of this size. What is `passing` is asked for by
+        one request, and kept nowhere."""
         assert 0 <= start <= end <= size
         if start == end:
             return b""
+        if passing:
+            return self._request(name, size, start, end)
         first, last = start // UNIT_BYTES, -(-end // UNIT_BYTES)
         parts: list[bytes] = []
         for unit in range(first, last, FETCH_UNITS):
@@ -285,16 +297,7 @@ class Fetcher:
         for run in _runs(missing):
             start = run.start * UNIT_BYTES
             end = min(run.stop * UNIT_BYTES, size)
-            with self._named(name):
-                data = self._store.read(name, start, end)
-            self.metrics.fetched(len(data), is_range=end - start < size)
-            if len(data) != end - start:
-                raise Corrupt(
-                    "the object ends before a part that it has to have",
-                    path=self.where(name),
-                    offset=start + len(data),
-                    hint=HINT,
-                )
+            data = self._request(name, size, start, end)
             for index in run:
                 at = index * UNIT_BYTES - start
                 unit = data[at : at + UNIT_BYTES]
@@ -302,6 +305,19 @@ class Fetcher:
                 if self._cache is not None:
                     self._cache.put(UnitKey(object_key, index), unit)
         return found
+
+    def _request(self, name: str, size: int, start: int, end: int) -> bytes:
+        with self._named(name):
+            data = self._store.read(name, start, end)
+        self.metrics.fetched(len(data), is_range=end - start < size)
+        if len(data) != end - start:
+            raise Corrupt(
+                "the object ends before a part that it has to have",
+                path=self.where(name),
+                offset=start + len(data),
+                hint=HINT,
+            )
+        return data
 
     @contextmanager
     def _named(self, name: str) -> Generator[None, None, None]:

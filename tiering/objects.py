@@ -11,6 +11,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cbor2
@@ -26,7 +27,7 @@ VERSION = 1
 NONCE_BYTES = 16
 
 FIELDS = {
-    "archive": ("lowwater", "version", "cluster_id", "hash"),
+    "archive": ("lowwater", "version", "cluster_id", "parent", "hash"),
     "epoch": (
         "lowwater", "version", "cluster_id", "epoch", "parent_epoch", "parent_manifest", "nonce", "owner",
     ),
@@ -35,14 +36,21 @@ FIELDS = {
     ),
 }  # fmt: skip
 
+# What is there where it says something.
+OPTIONAL = {"archive": {"parent"}}
+
 HINT = "`lowwater scrub` says what else is damaged: restore this object from another copy of the archive"
 
 
 def _encode(what: str, body: dict[str, Any]) -> bytes:
     body = {"lowwater": what, "version": VERSION, **body}
-    assert body.keys() == set(FIELDS[what])
+    assert _has_fields(what, body)
     data: bytes = cbor2.dumps(body, canonical=True)
     return data
+
+
+def _has_fields(what: str, body: dict[str, Any]) -> bool:
+    return set(FIELDS[what]) - OPTIONAL.get(what, set()) <= body.keys() <= set(FIELDS[what])
 
 
 def _decode(what: str, data: bytes) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def _decode(what: str, data: bytes) -> dict[str, Any]:
     version = body.get("version")
     if type(version) is int and version > VERSION:
         raise NewerVersion(f"this {what} has version {version}; this Lowwater reads up to {VERSION}")
-    if version != VERSION or body.keys() != set(FIELDS[what]):
+    if version != VERSION or not _has_fields(what, body):
         raise Corrupt(f"this {what} has not the fields that it should have", hint=HINT)
     return body
 
@@ -77,18 +85,53 @@ def _bytes(body: dict[str, Any], name: str, size: int) -> bytes:
 # ---------------------------------------------------------------------------- cluster.cbor
 
 
-def encode_cluster(cluster_id: bytes) -> bytes:
-    body = {"lowwater": "archive", "version": VERSION, "cluster_id": cluster_id}
-    return _encode("archive", {"cluster_id": cluster_id, "hash": hash_of(cbor2.dumps(body, canonical=True))})
+class Parent(NamedTuple):
+    """Of a clone: the archive that has its history up to the entry `seq`. `options` of its store say where it
+    is, and no secret."""
+
+    uri: str
+    options: Mapping[str, str]
+    cluster_id: bytes
+    seq: int
 
 
-def decode_cluster(data: bytes) -> bytes:
-    """The cluster id."""
+class Cluster(NamedTuple):
+    """Whose an archive is."""
+
+    cluster_id: bytes
+    parent: Parent | None = None
+
+
+def encode_cluster(cluster_id: bytes, parent: Parent | None = None) -> bytes:
+    body: dict[str, Any] = {"cluster_id": cluster_id}
+    if parent is not None:
+        body["parent"] = {**parent._asdict(), "options": dict(parent.options)}
+    hashed = {"lowwater": "archive", "version": VERSION, **body}
+    return _encode("archive", {**body, "hash": hash_of(cbor2.dumps(hashed, canonical=True))})
+
+
+def decode_cluster(data: bytes) -> Cluster:
     body = _decode("archive", data)
-    cluster_id = _bytes(body, "cluster_id", CLUSTER_ID_BYTES)
-    if encode_cluster(cluster_id) != data:
+    cluster = Cluster(_bytes(body, "cluster_id", CLUSTER_ID_BYTES), _parent_of(body))
+    if encode_cluster(*cluster) != data:
         raise Corrupt("the hash of this archive's cluster id does not match", hint=HINT)
-    return cluster_id
+    return cluster
+
+
+def _parent_of(body: dict[str, Any]) -> Parent | None:
+    if "parent" not in body:
+        return None
+    try:
+        fields = body["parent"]
+        parent = Parent(**fields)
+        texts = [parent.uri, *parent.options, *parent.options.values()]
+        if any(type(text) is not str for text in texts):
+            raise ValueError("no text")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Corrupt("what this archive says of its parent cannot be read", hint=HINT) from error
+    _bytes(fields, "cluster_id", CLUSTER_ID_BYTES)
+    _number(fields, "seq")
+    return parent
 
 
 # ---------------------------------------------------------------------------- epochs

@@ -39,13 +39,11 @@ def open_store(
     A store that can only be read is opened so, and says it when it is written. `read_only` tries nothing, and
     makes no folder.
     """
-    from lowwater.config import TierConfig  # pydantic takes longer to import than all the rest
-
-    config = config or TierConfig()
     if uri is None:
-        uri = config.store_uri()
+        uri = None if config is None else config.store_uri()
         if uri is None:
             raise InvalidConfig("no store is configured", hint="set tier.uri, as s3://bucket/prefix")
+        assert config is not None
         options = {**config.options, **(options or {})}
     place = parse_uri(uri, options)
     match place.kind:
@@ -65,11 +63,13 @@ def open_store(
         case _:
             from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
 
-            limits = StoreLimits(
-                timeout_s=config.timeout_ms / 1000,
-                attempts_max=config.attempts_max,
-                requests_max=config.requests_max,
-                part_bytes=config.part_bytes,
-                parts_at_once=config.parts_at_once,
-            )
+            limits = StoreLimits()
+            if config is not None:
+                limits = StoreLimits(
+                    timeout_s=config.timeout_ms / 1000,
+                    attempts_max=config.attempts_max,
+                    requests_max=config.requests_max,
+                    part_bytes=config.part_bytes,
+                    parts_at_once=config.parts_at_once,
+                )
             return OpenDalStore(place, read_only=read_only, limits=limits, randomness=randomness, sleep=sleep)

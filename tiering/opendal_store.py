@@ -13,11 +13,13 @@ the server, unseen. On S3 they are found and removed (`s3_uploads.py`), elsewher
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import opendal
 from opendal import exceptions, layers
@@ -36,6 +38,7 @@ from lowwater.tiering.store_uri import CONTAINERS, StorePlace
 LIST_PAGE = 1000
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,11 @@ class OpenDalStore(Handle):
         self.refuses_to_overwrite = False
         """Whether the server itself keeps a name that is taken."""
         self._probe()
+
+    @property
+    def calls_repeated(self) -> int:
+        """How many requests were made again. Of those below a stream nobody knows."""
+        return self.retries.repeated
 
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
@@ -234,7 +242,8 @@ class OpenDalStore(Handle):
         if _loop_runs_here():
             found = (entry for entry in self._operator.list(prefix, **options) if wanted(entry))
             return tuple(islice(found, count))
-        return asyncio.run(collect())
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            return runner.run(collect())
 
     def _call(self, name: str, call: Callable[[], T], *, writing: bool = False) -> T:
         try:
@@ -277,6 +286,26 @@ class OpenDalStore(Handle):
                 raise StoreDenied("the store is read-only", path=self.uri) from None
             raise self._translated(error, PROBE, writing=True) from None
         return True
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that ends when nobody is about to wake it any more. A thread of OpenDAL's gives the interpreter
+    up in there; where the program ended before it came back, Python would end that thread through Rust's
+    frames, and so abort the process, after it has done all that it should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waking = threading.Lock()
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        with self._waking:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+
+    def close(self) -> None:
+        with self._waking:
+            super().close()
 
 
 def _loop_runs_here() -> bool:

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import engine as fed
-from lowwater.engine.catalogue import Catalogue
+from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
 from lowwater.engine.check import require_log
 from lowwater.engine.core import Core, EngineOptions
 from lowwater.engine.database import Database
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.opening import LOG_DIRECTORY, configured, open_embedded, open_with
+from lowwater.engine.directory import LOG_DIRECTORY
+from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.opening import configured, open_embedded, open_with
 from lowwater.engine.orchestrator import Orchestrator
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
@@ -33,14 +34,18 @@ from lowwater.engine.replay import Progress
 from lowwater.engine.seams import Task
 from lowwater.engine.tier import ShippingStatus
 from lowwater.errors import Closed, InputError, InvalidConfig
-from lowwater.metrics import ColdMetrics, TierMetrics
+from lowwater.metrics import ColdMetrics, StoreMetrics, TierMetrics
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.cold import ColdLog
+from lowwater.tiering.cold_versions import ColdVersions
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.late_store import LateStore
+from lowwater.tiering.lineage import Lineage, OpenParent, parents_opener
+from lowwater.tiering.measured_store import MeasuredStore
 from lowwater.tiering.names import segment_name
 from lowwater.tiering.open_store import open_store
+from lowwater.tiering.remote_checkpoint import read_objects
 from lowwater.tiering.retention import Retention, RetentionOptions
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.shipper import Shipper, ShippingOptions
@@ -89,14 +94,26 @@ class TierOptions:
 class TierParts:
     """Fulfils `Tier`: all that works between an engine and its stores. `path` is the engine's directory."""
 
-    def __init__(self, path: str, stores: Sequence[Store], options: TierOptions, seams: Seams) -> None:
+    def __init__(
+        self,
+        path: str,
+        stores: Sequence[Store],
+        options: TierOptions,
+        seams: Seams,
+        open_parent: OpenParent | None = None,
+    ) -> None:
         assert stores, "a tier has a store"
-        self._stores = stores
+        self._store_metrics = StoreMetrics()
+        self._stores = stores = [MeasuredStore(each, seams.clock, self._store_metrics) for each in stores]
+        # What is read may lie with a parent, what is shipped is this log's own.
+        self._read_from = Lineage(
+            stores[0], open_parent or parents_opener(stores[0].uri), parent=options.shipping.parent
+        )
         self._options = options
         self._metrics = ColdMetrics()
         cache = BlockCache(seams.files, f"{path}/{CACHE_DIRECTORY}", options.cache_bytes_max)
         self.fetcher = Fetcher(
-            stores[0], clock=seams.clock, cache=cache, metrics=self._metrics, runner=seams.runner
+            self._read_from, clock=seams.clock, cache=cache, metrics=self._metrics, runner=seams.runner
         )
         self.blocks = ArchivedBlocks(self.fetcher)
         self._registry: CollectorRegistry | None = None
@@ -109,12 +126,18 @@ class TierParts:
     def cold(self, catalogue: Catalogue) -> ColdLog:
         return ColdLog(self.fetcher, catalogue, segment_name)
 
+    def older_versions(self, log: Log, catalogue: Catalogue) -> ColdVersions:
+        cold = log.cold_source
+        assert isinstance(cold, ColdLog), "what is attached was opened with the same store"
+        return ColdVersions(self.fetcher, cold, catalogue, log=log)
+
     def attach(self, core: Core) -> None:
         """To an engine that has just been opened; begin in the background. Raises what makes this store none
         that this engine could ever ship to."""
         self._registry = registry = core.registry
         self._tier_metrics = metrics = TierMetrics(registry)
         registry.register(self._metrics)
+        registry.register(self._store_metrics)
         self.retention = Retention(core, self._options.retention, metrics)
         self.shipper = Shipper(
             core,
@@ -129,10 +152,9 @@ class TierParts:
         self.shipper.look()
         self.shipper.start()
         self.retention.start()
-        if isinstance(core, Database):
-            # Replicas that are fed keep their newest checkpoints only: one that another recorded may be gone.
-            self._checkpoints = CheckpointShipper(core, self._stores[0])
-            self._checkpoint_task = core.seams.runner.start("tier-checkpoints", self._checkpoint_step)
+        # What a clone ships is whole in its own archive, its parent's checkpoints are not.
+        self._checkpoints = CheckpointShipper(core, self._stores[0], own_after=self.own_after)
+        self._checkpoint_task = core.seams.runner.start("tier-checkpoints", self._checkpoint_step)
 
     def _counted(self) -> None:
         """More of the log is in the store: it may be purged here, and checkpoints of it can follow."""
@@ -166,6 +188,18 @@ class TierParts:
         assert self.shipper is not None
         return self.shipper.status()
 
+    @property
+    def own_after(self) -> int:
+        parent = self._options.shipping.parent
+        return 0 if parent is None else parent.seq
+
+    def read_checkpoint(self, checkpoint: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
+        return read_objects(self._read_from, checkpoint)
+
+    def checkpoints_needed(self) -> list[int]:
+        assert self.shipper is not None
+        return self.shipper.checkpoints_needed()
+
     def make_room(self) -> None:
         if self.shipper is not None:
             self.shipper.make_room()
@@ -183,9 +217,11 @@ class TierParts:
             # It serves one open database after the other.
             self._registry.unregister(self._tier_metrics)
             self._registry.unregister(self._metrics)
+            self._registry.unregister(self._store_metrics)
             self._registry = None
         self.fetcher.close()
-        for store in self._stores:
+        self._read_from.close()
+        for store in self._stores[1:]:
             store.close()
 
 
@@ -221,7 +257,14 @@ def open_directory(
         create=create,
         registry=registry,
         progress=progress,
+        open_parent=opener_of(tier, loaded.tier),
     )
+
+
+def opener_of(tier: str | None, config: TierConfig) -> OpenParent:
+    """Who opens the parent of what `open_stores` opens."""
+    uri = tier or config.store_uri()
+    return parents_opener(uri, dict(config.options) if uri == config.store_uri() else {}, config)
 
 
 def open_tiered(
@@ -237,13 +280,14 @@ def open_tiered(
     create: bool = True,
     registry: CollectorRegistry | None = None,
     progress: Progress | None = None,
+    open_parent: OpenParent | None = None,
 ) -> Database:
     """The same with everything that a test, or a simulation, puts in its place. The stores are the database's
     from now on."""
     seams = seams or _real_seams()
     if not create:
         require_log(seams.files, log_directory or f"{path}/{LOG_DIRECTORY}")
-    parts = TierParts(path, stores, tier_options or TierOptions(), seams)
+    parts = TierParts(path, stores, tier_options or TierOptions(), seams, open_parent)
     try:
         database = open_with(
             path,

@@ -22,6 +22,7 @@ from lowwater.errors import Fenced, NotFound, StoreCorrupt
 from lowwater.tiering.archive import Archive, open_archive, seq_published
 from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.names import EPOCHS, checkpoint_name, pack_object_name, segment_name
+from lowwater.tiering.objects import Parent
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.uploads import Passing, copy_object, find_segment
 
@@ -37,9 +38,18 @@ class Region:
     """`counts` says whether the high-water mark waits for it."""
 
     def __init__(
-        self, store: Store, *, counts: bool, seams: Seams, part_bytes: int, passing: Passing
+        self,
+        store: Store,
+        *,
+        counts: bool,
+        seams: Seams,
+        part_bytes: int,
+        passing: Passing,
+        parent: Parent | None = None,
     ) -> None:
+        """`parent` is that of a clone, whose archive begins where it was cloned."""
         self.store = store
+        self._parent = parent
         self.counts = counts
         self.backoff = Backoff(seams.clock, seams.randomness)
         # Of uploads, where it is the store that fails.
@@ -56,7 +66,7 @@ class Region:
 
     def connect(self, catalogue: Catalogue, cluster_id: bytes, epoch: int) -> None:
         """Find out what is there. Raises OtherCluster, and Fenced where others have gone on without us."""
-        archive = open_archive(self.store, cluster_id, create=True)
+        archive = open_archive(self.store, cluster_id, create=True, parent=self._parent)
         newest = archive.newest()
         if newest is not None:
             # Another replica may have applied, and published, more than this one.
@@ -66,6 +76,8 @@ class Region:
                     "the archive goes on where this log does not", path=at(self.store.uri, newest.name)
                 )
             self.published_seq, self.hwm = seq_published(catalogue, newest), newest.hwm
+        elif self._parent is not None:
+            self.published_seq = self._parent.seq
         self.archive = archive
         self.counted = False
 

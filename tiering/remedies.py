@@ -1,7 +1,8 @@
 """What a scrub advises: what to do where an object is gone, and what one is that nothing reaches.
 
 Always true: an object that nothing reaches is no damage. Readers take only what the newest manifest reaches,
-so whatever else is there means nothing: it is work that goes on, a leftover, or another line's.
+so whatever else is there means nothing: it is work that goes on, a leftover, or another line's. Restores
+alone look at checkpoints that no manifest names, and the log has all that is in these.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ HINTS: dict[Type, str] = {
 }
 
 UNUSED = "nothing needs it: it may be removed when no shipper is at work"
+BUILT = "a restore may begin with it, and needs it not: it may be removed when no shipper is at work"
 _WAIT = "nothing to do: whoever goes on shipping records it"
 _CLAIM = "nothing to do: claims stay, so that no number comes again"
 _FENCED = "what is in it never counted: keep it until you know that nobody misses those writes"
+
+
+def unreached_damage(found: ObjectName) -> str:
+    """What to do where an object that nothing reaches is not what its name says."""
+    if found.type in ("checkpoint", "pack"):
+        return "remove it: a restore that begins with the checkpoint that it belongs to runs into it"
+    return UNUSED
 
 
 def why_unreached(found: ObjectName, newest: Manifest | None, *, is_following: bool) -> tuple[str, str]:
@@ -44,7 +53,13 @@ def why_unreached(found: ObjectName, newest: Manifest | None, *, is_following: b
             return "the segment was shipped before the one that it follows", _WAIT
         return f"of another line of epoch {found.epoch}, whose owner was fenced", _FENCED
     if found.type == "checkpoint":
-        return "no entry records this checkpoint: its shipping was not finished, or fenced", UNUSED
+        return (
+            "no entry records this checkpoint: it was built, or not shipped to its end",
+            BUILT,
+        )
     if found.type == "pack":
-        return "no recorded checkpoint needs this pack: its upload was not finished, or fenced", UNUSED
+        return (
+            "no recorded checkpoint needs this pack: it was built, or shipped for one that is not",
+            BUILT,
+        )
     return f"no manifest that counts needs this {found.type}", UNUSED

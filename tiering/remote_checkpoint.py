@@ -21,6 +21,21 @@ from lowwater.engine.pages import encode_key, page_key
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 from lowwater.tiering.names import PACKS, checkpoint_name, pack_object_name
+from lowwater.tiering.store import Store, at
+
+
+def read_objects(store: Store, descriptor: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The index of a checkpoint, and what reads its packs, as they lie in the store."""
+
+    def read(name: str, expected: bytes) -> bytes:
+        data = store.read(name)
+        if hash_of(data) != expected:
+            raise Corrupt("this object is not what its name says", path=at(store.uri, name))
+        return data
+
+    index = read(checkpoint_name(descriptor), descriptor.hash)
+    return index, lambda pack: read(pack_object_name(pack), pack)
+
 
 # What is read of lists at once, more or less.
 LOAD_BYTES = FETCH_BYTES // 2
@@ -117,6 +132,24 @@ class RemoteCheckpoint(StoredCheckpoint):
         rows = self._twice(known.location.pack, lambda: list(self.rows_of(known)))
         name = bucket.decode(), key.decode()
         return next((row for row in rows if (row.bucket, row.key) == name), None)
+
+    def rows_between(self, low: bytes, high: bytes) -> Iterator[CheckpointRow]:
+        """The rows whose encoded keys are from `low` to below `high`, in order."""
+        begins = page_key(low)
+        lists = self.index.lists
+        start = max(0, bisect_right(lists, begins, key=_list_key) - 1)
+        for entry in lists[start:]:
+            if entry.key >= high:
+                return
+            blocks = self._twice(entry.pack, lambda entry=entry: self.blocks_of(entry))  # type: ignore[misc]
+            first = max(0, bisect_right(blocks, begins, key=_block_key) - 1)
+            for known in blocks[first:]:
+                if known.listed.key >= high:
+                    return
+                rows = self._twice(known.location.pack, lambda known=known: list(self.rows_of(known)))  # type: ignore[misc]
+                for row in rows:
+                    if low <= encode_key(row.bucket.encode(), row.key.encode()) < high:
+                        yield row
 
     def _twice(self, pack: bytes, read: Callable[[], T]) -> T:
         name, pack_bytes = self._pack(pack)

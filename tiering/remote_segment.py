@@ -62,9 +62,13 @@ class Stretch(NamedTuple):
 class RemoteSegment:
     """A segment of the catalogue. It may be read by several threads at once."""
 
-    def __init__(self, fetcher: Fetcher, name: str, descriptor: SegmentDescriptor) -> None:
+    def __init__(
+        self, fetcher: Fetcher, name: str, descriptor: SegmentDescriptor, *, trusting: bool = False
+    ) -> None:
+        """With `trusting` nothing is compared with its hash: for who has verified the archive before."""
         self.name = name
         self.descriptor = descriptor
+        self._trusting = trusting
         self._fetcher = fetcher
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
@@ -156,27 +160,41 @@ class RemoteSegment:
     def read_blocks(self, start: int, end: int, *, sequential: bool = False) -> tuple[int, bytes]:
         """The whole blocks that cover `start` to `end`: (offset of the first, bytes)."""
         opened = self._open()
-        body_bytes, size = self.descriptor.body_bytes, self.descriptor.block_bytes
-        if not 0 <= start < end <= body_bytes:
-            raise Corrupt(
-                "the positions in the footer do not fit the segment",
-                path=self._fetcher.where(self.name),
-                offset=body_bytes,
-                hint=HINT,
-            )
-        first, last = start // size, -(-end // size)
+        offset, stop = self.blocks_around(start, end)
 
         def read() -> bytes:
-            data = opened.form.read(first * size, min(last * size, body_bytes), sequential=sequential)
-            view = memoryview(data)
-            for block in range(first, last):
-                at = (block - first) * size
-                expected = opened.block_hashes[32 * block : 32 * block + 32]
-                if blake3(view[at : at + size]).digest() != expected:
-                    raise Corrupt("a block's hash does not match", offset=block * size)
+            data = opened.form.read(offset, stop, sequential=sequential)
+            self._verify_blocks(opened, offset, data)
             return data
 
-        return first * size, self._twice(read)
+        return offset, self._twice(read)
+
+    def blocks_around(self, start: int, end: int) -> tuple[int, int]:
+        """Where the blocks begin and end that cover `start` to `end` of the body."""
+        body_bytes, size = self.descriptor.body_bytes, self.descriptor.block_bytes
+        if not 0 <= start < end <= body_bytes:
+            raise self._misfit()
+        return start // size * size, min(-(-end // size) * size, body_bytes)
+
+    def read_blocks_into(self, start: int, raw: memoryview) -> None:
+        """Whole blocks from `start` on, where the first begins. They are wanted once, and kept nowhere."""
+        opened = self._open()
+
+        def read() -> None:
+            opened.form.read_into(start, raw)
+            self._verify_blocks(opened, start, raw)
+
+        self._twice(read)
+
+    def _verify_blocks(self, opened: _Opened, start: int, data: bytes | memoryview) -> None:
+        if self._trusting:
+            return
+        size, view = self.descriptor.block_bytes, memoryview(data)
+        for at in range(0, len(data), size):
+            block = (start + at) // size
+            expected = opened.block_hashes[32 * block : 32 * block + 32]
+            if blake3(view[at : at + size]).digest() != expected:
+                raise Corrupt("a block's hash does not match", offset=block * size)
 
     def header(self) -> SegmentHeader:
         return SegmentHeader.decode(self.read(0, HEADER_BYTES))
@@ -199,6 +217,8 @@ class RemoteSegment:
         if kept is not None:
             return kept
         opened = self._open()
+        if self._trusting:
+            return opened.form.read(*self._piece_range(number))
         with self._lock:
             if self._piece_hashes is None:
                 self._piece_hashes = self._twice(lambda: self._verify_footer(opened))
@@ -223,24 +243,22 @@ class RemoteSegment:
         return start, min(start + PIECE_BYTES, self.descriptor.size - format.TRAILER_BYTES)
 
     def _verify_footer(self, opened: _Opened) -> list[bytes]:
-        """Compare the footer with its hash, piece by piece: the hashes of the pieces."""
-        size = self.descriptor.size - format.TRAILER_BYTES - self.descriptor.body_bytes
-        count = -(-size // PIECE_BYTES)
+        """Compare the footer with its hash: the hashes of its pieces. It passes in large parts: a piece
+        begins and ends inside of blocks, which would each be decompressed for two of them."""
+        start, end = self.descriptor.body_bytes, self.descriptor.size - format.TRAILER_BYTES
         hasher = blake3()
         hashes, pieces = [], []
-        for number in range(count):
-            start, end = self._piece_range(number)
-            if not number % (FETCH_BYTES // PIECE_BYTES):
-                self._load(opened, start, start + FETCH_BYTES)
-            data = opened.form.read(start, end)
+        for at in range(start, end, FETCH_BYTES):
+            self._load(opened, at, at + FETCH_BYTES)
+            data = opened.form.read(at, min(at + FETCH_BYTES, end))
             hasher.update(data)
-            hashes.append(blake3(data).digest())
-            if count <= 4:
-                pieces.append(data)
+            pieces = [data[place : place + PIECE_BYTES] for place in range(0, len(data), PIECE_BYTES)]
+            hashes += [blake3(piece).digest() for piece in pieces]
         if hasher.digest() != opened.trailer.footer_hash:
-            raise Corrupt("the footer's hash does not match", offset=self.descriptor.body_bytes)
-        for number, data in enumerate(pieces):
-            self._fetcher.pieces.put((self.name, number), data)
+            raise Corrupt("the footer's hash does not match", offset=start)
+        if len(hashes) <= 4:
+            for number, piece in enumerate(pieces):
+                self._fetcher.pieces.put((self.name, number), piece)
         return hashes
 
     def _numbers(self, at: int, first: int, last: int) -> array[int]:
@@ -249,7 +267,7 @@ class RemoteSegment:
         numbers.frombytes(self._footer(at + 4 * first, at + 4 * last))
         return numbers
 
-    def _positions(self, first: int, last: int) -> array[int]:
+    def positions(self, first: int, last: int) -> array[int]:
         """Where the frames from `first` to below `last` begin."""
         at = self._open().trailer.section_offsets().positions
         positions = self._numbers(at, first, last)
@@ -289,7 +307,7 @@ class RemoteSegment:
                 raise Corrupt(
                     "the frames of the segment are not in order",
                     path=self._fetcher.where(self.name),
-                    offset=self._positions(first, first + 1)[0],
+                    offset=self.positions(first, first + 1)[0],
                 )
             at = bisect_left(measured, lowest)
             if at > 0:
@@ -301,17 +319,17 @@ class RemoteSegment:
 
     def _heads_around(self, frame: int) -> tuple[int, list[bytes]]:
         """The beginnings of frames in the blocks of this one: the number of the first, and each."""
-        (position,) = self._positions(frame, frame + 1)
+        (position,) = self.positions(frame, frame + 1)
         offset, data = self.read_blocks(position, position + FRAME_FIXED_BYTES)
         end = offset + len(data) - FRAME_FIXED_BYTES
         first = max(0, frame - STRETCH_FRAMES)
-        positions = self._positions(first, min(frame + STRETCH_FRAMES, self.descriptor.frame_count))
+        positions = self.positions(first, min(frame + STRETCH_FRAMES, self.descriptor.frame_count))
         start, stop = bisect_left(positions, offset), bisect_right(positions, end)
         heads = [data[at - offset : at - offset + FRAME_FIXED_BYTES] for at in positions[start:stop]]
         assert first + start <= frame < first + stop
         return first + start, heads
 
-    def _frame_after(self, seq: int) -> int:
+    def frame_after(self, seq: int) -> int:
         """The number of the first frame above `seq`."""
         descriptor = self.descriptor
         if seq < descriptor.first:
@@ -324,16 +342,16 @@ class RemoteSegment:
 
     def end_of(self, seq: int) -> int:
         """Where the frames up to `seq` end."""
-        frame = self._frame_after(seq)
+        frame = self.frame_after(seq)
         if frame == self.descriptor.frame_count:
             return self.descriptor.body_bytes
-        return self._positions(frame, frame + 1)[0]
+        return self.positions(frame, frame + 1)[0]
 
     def chunks_after(self, seq: int, seq_stop: int, reading: Reading) -> Iterator[Chunk]:
         """Chunks from the first frame above `seq` on, until one ends at `seq_stop` or above, or the segment
         ends."""
         descriptor = self.descriptor
-        frame = self._frame_after(seq)
+        frame = self.frame_after(seq)
         end_frame = descriptor.frame_count
         if descriptor.last - descriptor.first + 1 == end_frame and seq_stop < descriptor.last:
             end_frame = max(seq_stop + 1 - descriptor.first, frame + 1)
@@ -355,7 +373,7 @@ class RemoteSegment:
         if at < len(known) and (reaches_end or known[-1] >= known[at] + CHUNK_BYTES):
             return stretch
         last = min(frame + STRETCH_FRAMES, end_frame + 1)
-        positions = self._positions(frame, min(last, self.descriptor.frame_count))
+        positions = self.positions(frame, min(last, self.descriptor.frame_count))
         if last > self.descriptor.frame_count:
             positions.append(self.descriptor.body_bytes)
         if any(map(int.__ge__, positions, positions[1:])):
@@ -415,7 +433,7 @@ class RemoteSegment:
         return self.seq_at(frame - 1) if seq_before is None else seq_before
 
     def seq_at(self, frame: int) -> int:
-        (position,) = self._positions(frame, frame + 1)
+        (position,) = self.positions(frame, frame + 1)
         return seq_of(self.read(position, position + 8))
 
     # ------------------------------------------------------------------ frames, one by one
@@ -441,10 +459,10 @@ class RemoteSegment:
 
     def frame_of(self, seq: int) -> tuple[int, bytes] | None:
         """The frame with this seq, and where it begins."""
-        frame = self._frame_after(seq - 1)
+        frame = self.frame_after(seq - 1)
         if frame == self.descriptor.frame_count:
             return None
-        (position,) = self._positions(frame, frame + 1)
+        (position,) = self.positions(frame, frame + 1)
         data = self.frame_at(position)
         return (position, data) if seq_of(data) == seq else None
 
@@ -471,8 +489,13 @@ class RemoteSegment:
         for frame in reversed(self._numbers(sections.key_frames, start, stop)):
             if frame >= self.descriptor.frame_count:
                 raise self._misfit()
-            (position,) = self._positions(frame, frame + 1)
+            (position,) = self.positions(frame, frame + 1)
             yield position, self.frame_at(position)
+
+    @property
+    def key_count(self) -> int:
+        """How many frames are in the key index."""
+        return self._open().trailer.key_count
 
     def kinds(self) -> dict[int, int]:
         """How many frames there are of each kind."""

@@ -13,17 +13,14 @@ byte of every object is verified, and the blocks of checkpoints are looked at as
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor  # noqa: TID251 — the caller waits for all of it
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import CheckpointDescriptor, Fork, SegmentDescriptor, describe_checkpoint
+from lowwater.engine.catalogue import CheckpointDescriptor, Fork
 from lowwater.engine.check import Finding, Progress, Step
-from lowwater.engine.ckpt import Checkpoint, decode_checkpoint
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader
-from lowwater.errors import Corrupt, LowwaterError, NotFound
+from lowwater.engine.ckpt import Checkpoint, ListEntry
+from lowwater.errors import Corrupt, DataError, LowwaterError, NotFound
 from lowwater.tiering.archive import Archive
 from lowwater.tiering.names import (
     CLUSTER,
@@ -37,38 +34,31 @@ from lowwater.tiering.names import (
     segment_name,
     short,
 )
-from lowwater.tiering.objects import Manifest, decode_cluster, decode_epoch, decode_manifest
+from lowwater.tiering.objects import Manifest, Parent, decode_cluster, decode_epoch, decode_manifest
 from lowwater.tiering.reached import WRONG, Line, catalogue_objects, follows, read_line
-from lowwater.tiering.remedies import HINTS, UNUSED, why_unreached
-from lowwater.tiering.scrub_checkpoints import CheckpointChecker
-from lowwater.tiering.store import Store, at
-from lowwater.tiering.verify import (
-    ObjectEnds,
-    ObjectFile,
-    describe_object,
-    open_segment,
-    verify_object,
-    verify_segment,
+from lowwater.tiering.remedies import HINTS
+from lowwater.tiering.scrub_checkpoints import Looked, add_up
+from lowwater.tiering.scrub_objects import (
+    Before,
+    Item,
+    Known,
+    Look,
+    Seen,
+    Unreached,
+    Wanted,
+    WantedCheckpoint,
+    WantedSegment,
+    finding_of,
+    lists_of,
+    look_with_threads,
+    read_verified,
+    require_listed,
 )
+from lowwater.tiering.store import Store, at
 from lowwater.tiering.watched_store import WatchedStore
 
 AT_ONCE = 16
 AT_ONCE_DEEP = 4
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Before(NamedTuple):
-    """What a segment has to follow; None where it is not known."""
-
-    seq: int
-    hash: bytes
-
-
-class _Segment(NamedTuple):
-    descriptor: SegmentDescriptor
-    before: Before | None
 
 
 class Scrub:
@@ -81,14 +71,16 @@ class Scrub:
         deep: bool = False,
         seqs: tuple[int, int] | None = None,
         at_once: int | None = None,
+        look: Look | None = None,
     ) -> None:
         """`seqs` takes only the segments with entries between these two, both included, the checkpoints of a
         seq among them, and the manifests of entries among them. `at_once` objects are looked at together:
-        with 1 there is no thread. It lists the store; NotFound where there is nothing of an archive."""
+        with 1 there is no thread. Who looks at them, where it is not this process, is `look`. It lists the
+        store; NotFound where there is nothing of an archive."""
         self.deep = deep
         self._store = WatchedStore(store)
         self._seqs = seqs
-        self._at_once = at_once or (AT_ONCE_DEEP if deep else AT_ONCE)
+        self._look = look or look_with_threads(at_once or (AT_ONCE_DEEP if deep else AT_ONCE))
         # Before the list: what this manifest reaches was there before it, and so is in the list.
         newest = [parse(name) for name in newest_manifests(store)]
         self._newest = max(((each.epoch, each.seq) for each in newest if each), default=(0, 0))
@@ -100,6 +92,7 @@ class Scrub:
         self.manifest: Manifest | None = None
         self._lines: list[Line] = []
         self._epoch_first = 1
+        self._parent: Parent | None = None
         self._reached: set[str] = set()
         self._checked: set[str] = set()
         self._found: list[Finding] = []
@@ -148,16 +141,7 @@ class Scrub:
         yield from found
 
     def _tell(self, error: LowwaterError, name: str) -> None:
-        self._found.append(self._finding(error, name))
-
-    def _finding(self, error: LowwaterError, name: str) -> Finding:
-        """What is wrong with an object, and what to do about one of its type."""
-        found = parse(name)
-        hint = HINTS[found.type] if found is not None else error.hint
-        if not isinstance(error, NotFound):
-            hint = f"move it away, then {hint}" if found is not None else hint
-        seq = error.seq if error.seq is not None else _seq_of(found)
-        return Finding("error", error.message, at(self._store.uri, name), seq, error.offset, hint)
+        self._found.append(finding_of(error, self._store.uri, name))
 
     def _wrong(self, what: str, name: str, hint: str, seq: int | None = None) -> Finding:
         return Finding("error", what, at(self._store.uri, name), seq, None, hint)
@@ -166,61 +150,30 @@ class Scrub:
 
     def _read(self, name: str) -> bytes:
         """A small object, verified."""
-        self._require(name, None)
-        file = ObjectFile(self._store, name, self._sizes[name])
-        verify_object(name, file)
-        self._checked.add(name)
-        return file.read_at(0, file.size())
-
-    def _require(self, name: str, size: int | None) -> None:
-        """That the list has it, with this size."""
         self._reached.add(name)
-        held = self._sizes.get(name)
-        if held is None:
-            found = parse(name)
-            raise NotFound(f"the {found.type if found else 'object'} is gone")
-        if size is not None and held != size:
-            raise Corrupt(f"the object has {held:,} bytes instead of {size:,}")
+        listed = self._sizes.get(name)
+        require_listed(name, listed, None)
+        data = read_verified(self._store, name, listed)
+        self._checked.add(name)
+        return data
 
-    def _each(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """What `work` makes of each, in order, several at once."""
-        if self._at_once == 1:
-            yield from map(work, items)
-            return
-        waiting: deque[Future[R]] = deque()
-        pool = ThreadPoolExecutor(self._at_once, thread_name_prefix="lowwater-scrub")
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) > 2 * self._at_once:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BaseException:
-            self._store.stopped = True
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+    def _seen(self, items: Iterable[Item], *, line: Line | None = None) -> Iterator[Seen]:
+        """What is seen of each, in order."""
+        wanted = list(items)
+        parent_id = None if self._parent is None else self._parent.cluster_id
+        known = Known(self.deep, self.cluster_id, self.manifest, line, parent_id)
+        return self._look(self._store, known, wanted) if wanted else iter(())
 
-    def _guarded(self, work: Callable[[T], None], name_of: Callable[[T], str]) -> Callable[[T], list[Step]]:
-        """`work`, with what it finds wrong as a finding, and its progress."""
-
-        def guarded(item: T) -> list[Step]:
-            name = name_of(item)
-            steps: list[Step] = [Progress(self._sizes.get(name, 0))]
-            try:
-                work(item)
-            except WRONG as error:
-                steps.append(self._finding(error, name))
-            return steps
-
-        return guarded
+    def _steps(self, seen: Seen) -> Iterator[Step]:
+        yield Progress(seen.item.listed or 0)
+        if seen.finding is not None:
+            yield seen.finding
 
     # ------------------------------------------------------------------ whose it is, and what counts
 
     def _read_cluster(self) -> Iterator[Step]:
         try:
-            self.cluster_id = decode_cluster(self._read(CLUSTER))
+            self.cluster_id, self._parent = decode_cluster(self._read(CLUSTER))
         except WRONG as error:
             self._tell(error, CLUSTER)
         yield Progress(self._sizes.get(CLUSTER, 0))
@@ -289,6 +242,8 @@ class Scrub:
     def _is_of_a_clone(self, fork: Fork) -> bool:
         """Whether what was before a fork lies in the archive of another cluster: a clone has no claim of its
         first epoch, and nothing at all of an older one."""
+        if self._parent is not None:
+            return fork.seq >= self._parent.seq and fork.cluster_id == self.cluster_id
         return not any(
             found.epoch < fork.epoch or (found.type == "epoch" and found.epoch == fork.epoch)
             for kind in ("epoch", "segment", "manifest")
@@ -296,13 +251,18 @@ class Scrub:
         )
 
     def _elsewhere(self, fork: Fork) -> Finding:
+        where, hint = "the archive that this cluster was cloned from", "scrub that archive too"
+        if self._parent is not None:
+            where = f"the archive that this cluster was cloned from, {self._parent.uri}"
+        else:
+            hint = f"{hint}; where this is no clone, its history was removed"
         return Finding(
             "warning",
-            f"nothing up to seq {fork.seq} is here: it lies in the archive that this cluster was cloned from",
+            f"nothing up to seq {fork.seq} is here: it lies in {where}",
             self._store.uri,
             fork.seq,
             None,
-            "scrub that archive too; where this is no clone, its history was removed",
+            hint,
         )
 
     def _of_type(self, kind: Type) -> Iterator[tuple[str, ObjectName]]:
@@ -348,15 +308,12 @@ class Scrub:
                 assert self.cluster_id is not None
                 wanted.update(catalogue_objects(line, self.cluster_id, self._epoch_first))
 
-        def look(name: str) -> None:
-            self._require(name, wanted[name])
-            if self.deep and name not in self._checked:
-                verify_object(name, ObjectFile(self._store, name, self._sizes[name]))
-
         names = [name for name in wanted if self._is_wanted_entry(name)]
         self._reached.update(wanted)
-        for steps in self._each(self._guarded(look, str), names):
-            yield from steps
+        for seen in self._seen(
+            Wanted(name, self._sizes.get(name), wanted[name], name in self._checked) for name in names
+        ):
+            yield from self._steps(seen)
 
     def _is_wanted_entry(self, name: str) -> bool:
         found = parse(name)
@@ -374,46 +331,25 @@ class Scrub:
         self._reached.update(wanted)
         items = [
             item
-            for item in wanted.items()
+            for item in wanted.values()
             if self._seqs is None
-            or (item[1].descriptor.first <= self._seqs[1] and item[1].descriptor.last >= self._seqs[0])
+            or (item.descriptor.first <= self._seqs[1] and item.descriptor.last >= self._seqs[0])
         ]
-        for steps in self._each(self._guarded(self._look_at_segment, _first_of), items):
-            yield from steps
+        for seen in self._seen(items):
+            yield from self._steps(seen)
 
-    def _wanted_segments(self) -> dict[str, _Segment]:
-        wanted: dict[str, _Segment] = {}
+    def _wanted_segments(self) -> dict[str, WantedSegment]:
+        wanted: dict[str, WantedSegment] = {}
         for line in self._lines:
             before: Before | None = Before(0, NO_HASH) if line.whole else None
             for descriptor in line.segments:
-                if descriptor.epoch >= self._epoch_first:
-                    wanted.setdefault(segment_name(descriptor), _Segment(descriptor, before))
+                # The last ones of a parent may have been recorded, and shipped, by its clone.
+                by = line.catalogue.epoch_at(descriptor.recorded_seq) if line.whole else descriptor.epoch
+                if by >= self._epoch_first:
+                    name = segment_name(descriptor)
+                    wanted.setdefault(name, WantedSegment(name, self._sizes.get(name), descriptor, before))
                 before = Before(descriptor.last, descriptor.hash) if line.whole else None
         return wanted
-
-    def _look_at_segment(self, item: tuple[str, _Segment]) -> None:
-        name, (descriptor, before) = item
-        self._require(name, None)
-        found = parse(name)
-        assert found is not None
-        size = self._sizes[name]
-        if self.deep:
-            file: ObjectFile = ObjectFile(self._store, name, size)
-            header = SegmentHeader.decode(open_segment(file).read_at(0, HEADER_BYTES))
-            described = verify_segment(found, file)
-        else:
-            file = ObjectEnds(self._store, name, size)
-            header, described = describe_object(found, file)
-        if described != descriptor._replace(recorded_seq=0):
-            raise Corrupt("this is another segment than the catalogue has")
-        if header.cluster_id != self.cluster_id:
-            raise Corrupt("this segment is of another cluster than the archive")
-        if before is not None and before != (header.seq_before, header.hash_before):
-            raise Corrupt(
-                f"this segment does not follow the one before it: it follows seq {header.seq_before}, "
-                f"and that one ends with {before.seq}",
-                offset=0,
-            )
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -425,44 +361,47 @@ class Scrub:
             if line.catalogue.epoch_at(each.recorded_seq) >= self._epoch_first
         }
         self._reached.update(wanted)
-        items = [
-            item
-            for item in wanted.items()
-            if self._seqs is None or self._seqs[0] <= item[1].seq <= self._seqs[1]
-        ]
         indexes: dict[str, Checkpoint] = {}
-
-        def look(item: tuple[str, CheckpointDescriptor]) -> None:
-            name, descriptor = item
-            self._require(name, descriptor.size)
-            data = self._read(name)
-            if describe_checkpoint(data) != descriptor._replace(recorded_seq=0):
-                raise Corrupt("this is another checkpoint than the catalogue has")
-            indexes[name] = index = decode_checkpoint(data)
-            if index.cluster_id != self.cluster_id:
-                raise Corrupt("this checkpoint is of another cluster than the archive")
-
-        for steps in self._each(self._guarded(look, _first_of), items):
-            yield from steps
-        packs = {pack: size for index in indexes.values() for pack, size in index.packs.items()}
-        sound: set[bytes] = set()
-
-        def look_at_pack(item: tuple[bytes, int]) -> None:
-            pack, size = item
-            name = pack_object_name(pack)
-            self._require(name, size)
-            if self.deep:
-                verify_object(name, ObjectFile(self._store, name, size))
-            sound.add(pack)
-
-        guarded = self._guarded(look_at_pack, lambda item: pack_object_name(item[0]))
-        for steps in self._each(guarded, packs.items()):
-            yield from steps
+        for seen in self._seen(
+            WantedCheckpoint(name, self._sizes.get(name), each)
+            for name, each in wanted.items()
+            if self._seqs is None or self._seqs[0] <= each.seq <= self._seqs[1]
+        ):
+            yield from self._steps(seen)
+            if seen.result is not None:
+                indexes[seen.item.name] = seen.result
+        packs = {
+            pack_object_name(pack): size for index in indexes.values() for pack, size in index.packs.items()
+        }
+        self._reached.update(packs)
+        sound: set[str] = set()
+        for seen in self._seen(Wanted(name, self._sizes.get(name), size) for name, size in packs.items()):
+            yield from self._steps(seen)
+            if seen.finding is None:
+                sound.add(seen.item.name)
         if self.deep and self._lines:
-            checker = CheckpointChecker(self._store, self._lines[0], sound)
-            for name in sorted(indexes):
-                for what in checker.check(wanted[name], indexes[name]):
-                    yield self._wrong(what, name, HINTS["checkpoint"], wanted[name].seq)
+            # Those with a pack that is not sound were told of.
+            whole = {
+                name: index
+                for name, index in sorted(indexes.items())
+                if sound.issuperset(map(pack_object_name, index.packs))
+            }
+            yield from self._look_at_blocks(whole, wanted)
+
+    def _look_at_blocks(
+        self, indexes: dict[str, Checkpoint], descriptors: dict[str, CheckpointDescriptor]
+    ) -> Iterator[Step]:
+        """Each list of blocks once, for all checkpoints that have it."""
+        items = {name: lists_of(descriptors[name], index) for name, index in indexes.items()}
+        once = {item.what: item for each in items.values() for item in each}
+        looked: dict[Any, Looked] = {
+            seen.item.what: seen.result  # type: ignore[union-attr]
+            for seen in self._seen(once.values(), line=self._lines[0])
+        }
+        told: set[ListEntry] = set()
+        for name, index in indexes.items():
+            for what in add_up(index, (looked[item.what] for item in items[name]), told):
+                yield self._wrong(what, name, HINTS["checkpoint"], descriptors[name].seq)
 
     # ------------------------------------------------------------------ what nothing reaches
 
@@ -474,8 +413,18 @@ class Scrub:
         if not all(line.whole for line in self._lines):
             # They may well be what the damaged part of the catalogue reaches.
             rest = [name for name in rest if parse(name) is None]
-        for steps in self._each(lambda name: self._look_at_rest(name, following), rest):
-            yield from steps
+        items = [
+            Unreached(name, self._sizes[name], name in following, name in self._checked)
+            for name in rest
+            if not self._is_newer(name)
+        ]
+        for seen in self._seen(items):
+            yield from self._steps(seen)
+
+    def _is_newer(self, name: str) -> bool:
+        """Whether it is a manifest that was published since."""
+        found = parse(name)
+        return found is not None and found.type == "manifest" and _place(found) > self._newest
 
     def _following(self) -> set[str]:
         """The segments beyond the newest manifest that a restore would follow."""
@@ -483,37 +432,14 @@ class Scrub:
         if self.cluster_id is None or line is None or not line.whole:
             return set()
         archive = Archive(self._store, self.cluster_id)
-        return {segment_name(each) for each in archive.segments_after(line.manifest, line.catalogue)}
-
-    def _look_at_rest(self, name: str, following: set[str]) -> list[Step]:
-        where = at(self._store.uri, name)
-        steps: list[Step] = [Progress(self._sizes[name])]
-        found = parse(name)
-        if found is None:
-            what = "no object of an archive has this name"
-            return [*steps, Finding("warning", what, where, hint="move it away: nothing needs it")]
-        if found.type == "manifest" and _place(found) > self._newest:
-            return steps  # it was published since
-        if self.deep and name not in self._checked:
-            try:
-                verify_object(name, ObjectFile(self._store, name, self._sizes[name]))
-            except WRONG as error:
-                what = f"{error.message}; nothing reaches it"
-                return [*steps, Finding("warning", what, where, error.seq, error.offset, UNUSED)]
-        what, hint = why_unreached(found, self.manifest, is_following=name in following)
-        return [*steps, Finding("note", what, where, _seq_of(found), None, hint)]
+        try:
+            return {segment_name(each) for each in archive.segments_after(line.manifest, line.catalogue)}
+        except DataError:
+            return set()  # which one is damaged is found as with all others that are not recorded
 
 
 def _place(found: ObjectName) -> tuple[int, int]:
     return found.epoch, found.seq
-
-
-def _seq_of(found: ObjectName | None) -> int | None:
-    return found.seq if found is not None and found.seq else None
-
-
-def _first_of(item: tuple[str, object]) -> str:
-    return item[0]
 
 
 def is_archive(store: Store) -> bool:

@@ -1,12 +1,13 @@
 """The blocks of shipped checkpoints, looked at as a restore would read them.
 
 Always true: a list of blocks that was looked at for one checkpoint is not looked at again for the next one,
-which mostly has the same; a block is taken only with its hash; memory is bounded, whatever the size of packs.
+which mostly has the same; a block is taken only with its hash; memory is bounded, whatever the size of packs;
+what was found out about lists adds up in the same way, whoever looked at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lowwater.engine.catalogue import CheckpointDescriptor
@@ -26,24 +27,25 @@ from lowwater.tiering.store import Store
 from lowwater.tiering.verify import ObjectEnds, open_segment
 
 
-class _Looked(NamedTuple):
-    """What is known of a list of blocks."""
+class Looked(NamedTuple):
+    """What is known of a list of blocks. `wrong` are its faults, `error` why it could not be read on."""
 
-    rows: int
-    blocks: int
-    first_key: bytes
-    last_key: bytes
+    wrong: list[str]
+    error: str | None = None
+    rows: int = 0
+    blocks: int = 0
+    first_key: bytes = b""
+    last_key: bytes = b""
 
 
 class CheckpointChecker:
-    """Of one archive. `sound` are the packs that are there and good: others were told already."""
+    """Of one archive. Several threads may share it."""
 
-    def __init__(self, store: Store, line: Line, sound: set[bytes]) -> None:
+    def __init__(self, store: Store, line: Line) -> None:
         self._store = store
         self._line = line
-        self._sound = sound
         self._fetcher = Fetcher(store, clock=RealClock())
-        self._looked: dict[ListEntry, _Looked] = {}
+        self._stored: dict[CheckpointDescriptor, RemoteCheckpoint] = {}
         self._boundaries = self._read_boundaries()
 
     def _read_boundaries(self) -> tuple[Boundaries, Boundaries] | None:
@@ -63,46 +65,36 @@ class CheckpointChecker:
         assert page_keys is not None
         return Boundaries(creation.salt, page_keys), list_boundaries(creation.salt, page_keys)
 
-    def check(self, descriptor: CheckpointDescriptor, index: Checkpoint) -> Iterator[str]:
-        """What is wrong with the blocks of a checkpoint."""
-        if not self._sound.issuperset(index.packs):
-            return
-        stored = RemoteCheckpoint(self._fetcher, descriptor)
-        rows = blocks = 0
-        last_key = b""
-        try:
-            for entry in index.lists:
-                looked = self._looked.get(entry)
-                if looked is None:
-                    looked = yield from self._look(stored, entry, is_first=not blocks)
-                    self._looked[entry] = looked
-                if not last_key < looked.first_key:
-                    yield "a list of blocks is out of order"
-                rows, blocks, last_key = rows + looked.rows, blocks + looked.blocks, looked.last_key
-        except WRONG as error:
-            yield str(error)
-            return
-        if (rows, blocks) != (index.row_count, index.block_count):
-            yield "the checkpoint holds other counts than it says"
-
-    def _look(
-        self, stored: RemoteCheckpoint, entry: ListEntry, *, is_first: bool
-    ) -> Generator[str, None, _Looked]:
+    def look(self, descriptor: CheckpointDescriptor, entry: ListEntry, *, is_first: bool) -> Looked:
+        """At one list, and all its blocks. `is_first` says that it is the first of its checkpoint."""
+        # Two threads may both make one, which is no harm.
+        stored = self._stored.setdefault(descriptor, RemoteCheckpoint(self._fetcher, descriptor))
+        wrong: list[str] = []
         rows = blocks = 0
         first_key = last_key = b""
-        for known in stored.blocks_of(entry):
-            found = list(stored.rows_of(known))
-            keys = [encode_key(row.bucket.encode(), row.key.encode()) for row in found]
-            why = self._why_misplaced(known, keys, last_key, is_first=is_first and not blocks)
-            if not blocks and known.listed.key != entry.key:
-                why = "does not begin where its list does"
-            if why:
-                yield f"a block {why}"
-            for row in found:
-                if row.place is not None and not self._is_place(row):
-                    yield f"the large value of seq {row.seq} lies in no segment of the catalogue"
-            rows, blocks, first_key, last_key = rows + len(keys), blocks + 1, first_key or keys[0], keys[-1]
-        return _Looked(rows, blocks, first_key, last_key)
+        try:
+            for known in stored.blocks_of(entry):
+                found = list(stored.rows_of(known))
+                keys = [encode_key(row.bucket.encode(), row.key.encode()) for row in found]
+                why = self._why_misplaced(known, keys, last_key, is_first=is_first and not blocks)
+                if not blocks and known.listed.key != entry.key:
+                    why = "does not begin where its list does"
+                if why:
+                    wrong.append(f"a block {why}")
+                wrong += (
+                    f"the large value of seq {row.seq} lies in no segment of the catalogue"
+                    for row in found
+                    if row.place is not None and not self._is_place(row)
+                )
+                rows, blocks, first_key, last_key = (
+                    rows + len(keys),
+                    blocks + 1,
+                    first_key or keys[0],
+                    keys[-1],
+                )
+        except WRONG as error:
+            return Looked(wrong, str(error))
+        return Looked(wrong, None, rows, blocks, first_key, last_key)
 
     def _why_misplaced(self, known: Known, keys: list[bytes], last_key: bytes, *, is_first: bool) -> str:
         if self._boundaries is None:
@@ -120,3 +112,22 @@ class CheckpointChecker:
         segment_first, offset = row.place
         segment = self._line.catalogue.segment_of(segment_first)
         return segment is not None and segment.first == segment_first and offset < segment.body_bytes
+
+
+def add_up(index: Checkpoint, looked: Iterable[Looked], told: set[ListEntry]) -> Iterator[str]:
+    """What is wrong with the blocks of a checkpoint, of whose lists this is known. What is wrong with a list
+    is told once, however many checkpoints have it."""
+    rows = blocks = 0
+    last_key = b""
+    for entry, found in zip(index.lists, looked, strict=True):
+        if entry not in told:
+            yield from found.wrong
+        if found.error is not None:
+            yield found.error
+            return
+        told.add(entry)
+        if not last_key < found.first_key:
+            yield "a list of blocks is out of order"
+        rows, blocks, last_key = rows + found.rows, blocks + found.blocks, found.last_key
+    if (rows, blocks) != (index.row_count, index.block_count):
+        yield "the checkpoint holds other counts than it says"

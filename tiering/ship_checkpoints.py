@@ -44,11 +44,14 @@ AGAIN_S_MAX = 60.0
 
 
 class CheckpointShipper:
-    """Ships the newest checkpoint of an engine, in steps."""
+    """Ships the checkpoints of an engine, one after the other, in steps. Those that were made while one was
+    being shipped are passed over, but for the newest."""
 
-    def __init__(self, core: Core, store: Store) -> None:
+    def __init__(self, core: Core, store: Store, *, own_after: int = 0) -> None:
+        """What was recorded up to the entry `own_after` lies in the archive of a parent, and not there."""
         self._core = core
         self._store = store
+        self._own_after = own_after
         self._job: Generator[float, None, None] | None = None
         self._again_s = AGAIN_S
         self.shipped = self.packs_written = self.bytes_written = 0
@@ -86,14 +89,17 @@ class CheckpointShipper:
             raise
 
     def _next(self) -> StoredCheckpoint | None:
-        """The newest that is here, is not shipped, and whose log is."""
-        catalogue = self._core.catalogue
-        for each in self._core.checkpoints():
-            if each.seq <= catalogue.checkpoint_seq:
-                return None
-            if each.seq <= catalogue.hwm:
-                return each
-        return None
+        """The one that all replicas ship next, once its log is shipped. Where it could not be made, the
+        newest that is here."""
+        core = self._core
+        catalogue, wanted_seq = core.catalogue, core.ships_seq
+        here = [each for each in core.checkpoints() if each.seq > catalogue.checkpoint_seq]
+        wanted = next((each for each in here if each.seq == wanted_seq), None)
+        if wanted is not None:
+            return wanted if wanted.seq <= catalogue.hwm else None
+        if core.is_checkpoint_due(wanted_seq):
+            return None
+        return next((each for each in here if each.seq <= catalogue.hwm), None)
 
     def bring(self, stored: StoredCheckpoint) -> None:
         """Have all of it in the store, whatever the log says."""
@@ -126,7 +132,7 @@ class CheckpointShipper:
         """Those of the checkpoint that the log recorded last. Its index is read from the store, where it has
         to be: without it nothing is known, and everything is looked at."""
         last = self._core.catalogue.checkpoints.last
-        if last is None:
+        if last is None or last.recorded_seq <= self._own_after:
             return frozenset()
         try:
             index = self._store.read(checkpoint_name(last))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor, segment_shipped_entry
@@ -41,6 +42,7 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
+from lowwater.tiering.objects import Parent
 from lowwater.tiering.region import Region
 from lowwater.tiering.ship_checkpoints import bring_checkpoint
 from lowwater.tiering.store import Store
@@ -73,6 +75,8 @@ class ShippingOptions:
     part_bytes: int = 2**20
     # Of the manifest that a restore began with, whose own entry its log lacks.
     follows: bytes = NO_HASH
+    # Of a clone.
+    parent: Parent | None = None
 
 
 class Shipper:
@@ -111,6 +115,7 @@ class Shipper:
                 seams=seams,
                 part_bytes=options.part_bytes,
                 passing=self._queue.passing,
+                parent=options.parent,
             )
             for number, store in enumerate(stores)
         ]
@@ -373,6 +378,13 @@ class Shipper:
                 return True
 
             def upload_checkpoint(checkpoint: CheckpointDescriptor) -> bool:
+                if core.is_checkpoint_due(checkpoint.seq):
+                    raise TimedOut(
+                        "another replica has recorded a checkpoint that is still being made here",
+                        seq=checkpoint.seq,
+                        path=core.directory,
+                        hint="nothing is to be done: it is shipped once it is made",
+                    )
                 return bring_checkpoint(core, region.store, checkpoint)
 
             def others() -> Iterator[Store]:
@@ -390,7 +402,15 @@ class Shipper:
             if region is not self._regions[0]:
                 region.copy_epochs(self._regions[0].store)
             BEFORE_COUNT()
-            region.require_epoch(core.epoch)
+            try:
+                region.require_epoch(core.epoch)
+            except Fenced:
+                if self._has_claimed:
+                    raise
+                # A life before may have ended between its claim and the entry that says so. This is found out
+                # as before an upload: by whose manifest is the newest.
+                self._claim()
+                region.require_epoch(core.epoch)
 
     def _count(self) -> None:
         counting = [region for region in self._regions if region.counts]
@@ -399,6 +419,15 @@ class Shipper:
         before = self._core.counted_hwm
         if self._core.mark_counts(min(region.hwm for region in counting)) > before:
             self._on_counted()
+
+    def checkpoints_needed(self) -> list[int]:
+        """Of the checkpoints here: the one that is shipped next, and those that are recorded, but that no
+        manifest of ours tells of. Of the others it is known that a store has all of them."""
+        core = self._core
+        published_seq = max(region.published_seq for region in self._regions)
+        recorded = core.catalogue.checkpoints
+        count = recorded.count_to(attrgetter("recorded_seq"), published_seq)
+        return [core.ships_seq, *(each.seq for each in recorded.between(count, len(recorded)))]
 
     # ------------------------------------------------------------------ who waits
 
@@ -409,16 +438,21 @@ class Shipper:
             backoff.forget_wait()
         target = self._target()
         sealed_at_s: float | None = None
+        was_told = False
         while True:
             self._require_going_on()
             began_s = self._clock.monotonic()
             if sealed_at_s is None or began_s >= sealed_at_s + PROPOSE_AGAIN_S:
                 sealed_at_s = began_s
                 self._seal_below(target)
-            if not self._help():
+            self._core.finish_sealing()
+            was_helped = self._help(wakes=not was_told)
+            was_told = False
+            if not was_helped:
                 wait_s = LOOK_AFTER_S if left_s is None else min(left_s, LOOK_AFTER_S)
                 with self._lock:
-                    if not self._lock.wait(wait_s):
+                    was_told = self._lock.wait(wait_s)
+                    if not was_told:
                         # In a simulation time stands still while somebody sleeps.
                         began_s = min(began_s, self._clock.monotonic() - wait_s)
             self._require_going_on()
@@ -446,13 +480,13 @@ class Shipper:
         complete = self._core.complete_segments()
         if (complete[-1].seq_last if complete else 0) < target:
             self._core.propose_seal()
-        self._core.finish_sealing()
 
-    def _help(self) -> bool:
+    def _help(self, *, wakes: bool) -> bool:
         """Do what there is to do. False where others are doing it, or nothing can be done now: who waits for
-        a store that does not answer must be able to give up."""
+        a store that does not answer must be able to give up. `wakes` those others: who has just been told
+        something by them must not, or each would keep the other one busy until all is shipped."""
         if self._background not in (0, threading.get_ident()):
-            for task in self._tasks:
+            for task in self._tasks if wakes else ():
                 task.wake()
             return False
         before = self._progress()

@@ -48,7 +48,13 @@ def parse_uri(uri: str | os.PathLike[str], options: Mapping[str, str] | None = N
     shown = without_secrets(text)
     if not text:
         raise InvalidConfig("an empty text is no store", hint=HINT)
+    if not text.isprintable():
+        raise InvalidConfig(f"{shown!r:.200} has letters that no store has in its name", hint=HINT)
     if "://" not in text:
+        # As a folder it would take the history, and nobody would find it in the bucket.
+        scheme = text.partition(":")[0].lower()
+        if ":" in text and scheme in SCHEMES:
+            raise InvalidConfig(f"{shown} lacks the // after {scheme}:", hint=HINT)
         return _folder("file", text, options)
     scheme, _, rest = text.partition("://")
     kind = SCHEMES.get(scheme.lower())

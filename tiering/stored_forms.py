@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lowwater.engine.compress import block_decompressor, decompress_block, read_table
+from lowwater.engine.compress import block_decompressor, decompress_block, decompress_block_into, read_table
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 
@@ -16,7 +16,10 @@ from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 class Form(Protocol):
     """How a segment is stored. Offsets and sizes are those of the raw segment."""
 
-    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes: ...
+    def read(self, start: int, end: int, *, sequential: bool = False, passing: bool = False) -> bytes: ...
+
+    def read_into(self, start: int, raw: memoryview) -> None:
+        """What begins at `start`, the beginning of a block, and is wanted once: it is kept nowhere."""
 
     def stored_range(self, start: int, end: int) -> tuple[int, int]: ...
 
@@ -29,8 +32,13 @@ class RawForm:
         self._name = name
         self.stored_bytes = size
 
-    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes:
-        return self._fetcher.read(self._name, self.stored_bytes, start, end, sequential=sequential)
+    def read(self, start: int, end: int, *, sequential: bool = False, passing: bool = False) -> bytes:
+        return self._fetcher.read(
+            self._name, self.stored_bytes, start, end, sequential=sequential, passing=passing
+        )
+
+    def read_into(self, start: int, raw: memoryview) -> None:
+        raw[:] = self.read(start, start + len(raw), passing=True)
 
     def stored_range(self, start: int, end: int) -> tuple[int, int]:
         return start, end
@@ -69,7 +77,7 @@ class CompressedForm:
         blocks = self._blocks(start, end)
         return self._starts[blocks.start], self._starts[blocks.stop]
 
-    def read(self, start: int, end: int, *, sequential: bool = False) -> bytes:
+    def read(self, start: int, end: int, *, sequential: bool = False, passing: bool = False) -> bytes:
         if start == end:
             return b""
         blocks = self._blocks(start, end)
@@ -80,7 +88,12 @@ class CompressedForm:
             last = min(first + step, blocks.stop)
             stored_start = self._starts[first]
             stored = self._fetcher.read(
-                self._name, self.stored_bytes, stored_start, self._starts[last], sequential=sequential
+                self._name,
+                self.stored_bytes,
+                stored_start,
+                self._starts[last],
+                sequential=sequential,
+                passing=passing,
             )
             for block in range(first, last):
                 at, stop = self._starts[block] - stored_start, self._starts[block + 1] - stored_start
@@ -89,3 +102,27 @@ class CompressedForm:
         parts[-1] = parts[-1][: end - (blocks.stop - 1) * self._block_bytes]
         parts[0] = parts[0][start - blocks.start * self._block_bytes :]
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, start: int, raw: memoryview) -> None:
+        block_bytes, blocks = self._block_bytes, self._blocks(start, start + len(raw))
+        assert start == blocks.start * block_bytes
+        decompressor = block_decompressor()
+        step = max(1, FETCH_BYTES // block_bytes)
+        for first in range(blocks.start, blocks.stop, step):
+            last = min(first + step, blocks.stop)
+            stored_start = self._starts[first]
+            stored = memoryview(
+                self._fetcher.read(
+                    self._name, self.stored_bytes, stored_start, self._starts[last], passing=True
+                )
+            )
+            for block in range(first, last):
+                data = stored[self._starts[block] - stored_start : self._starts[block + 1] - stored_start]
+                raw_bytes = min(block_bytes, self._raw_bytes - block * block_bytes)
+                at = block * block_bytes - start
+                into = raw[at : at + block_bytes]
+                if len(into) == raw_bytes:
+                    decompress_block_into(decompressor, data, into, self._starts[block])
+                else:
+                    whole = decompress_block(decompressor, bytes(data), raw_bytes, self._starts[block])
+                    into[:] = whole[: len(into)]

@@ -66,8 +66,15 @@ class ObjectFile:
             goes_on = self._start < offset <= window_end
             self._next_bytes = min(2 * self._next_bytes, READ_BYTES) if goes_on else self._first_bytes
             until = max(end, min(offset + self._next_bytes, self._size))
-            self._start, self._window = offset, self._store.read(self.name, offset, until)
+            self._start, self._window = offset, self._fetch(offset, until)
         return self._window[offset - self._start : end - self._start]
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        """All of it: what is read of a file is short at its end only, and who reads relies on that."""
+        data = self._store.read(self.name, start, end)
+        if len(data) != end - start:
+            raise Corrupt("less of the object came than it has", path=self.name, offset=start + len(data))
+        return data
 
     def close(self) -> None:
         self._window = b""
@@ -98,9 +105,9 @@ class ObjectEnds(ObjectFile):
         for start in (0, max(0, whole - ENDS_BYTES)):
             if start <= offset and end <= start + ENDS_BYTES:
                 if start not in self._ends:
-                    self._ends[start] = self._store.read(self.name, start, min(start + ENDS_BYTES, whole))
+                    self._ends[start] = self._fetch(start, min(start + ENDS_BYTES, whole))
                 return self._ends[start][offset - start : end - start] if offset < end else b""
-        return self._store.read(self.name, offset, end) if offset < end else b""
+        return self._fetch(offset, end) if offset < end else b""
 
 
 def verify_object(name: str, reader: Readable, *, uri: str = "") -> None:

@@ -141,14 +141,6 @@ class FilesConformance:
                 refusing.write_each(0, [b"lo", b"st"], "fdatasync")
         assert reader.read_at(0, 10) == b"kept"
 
-    def test_what_nobody_writes_is_settled(self, place: Place) -> None:
-        """Opening a log waits for what a killed process has left behind, and for nothing else."""
-        files, directory = place
-        files.settle(f"{directory}/a")
-        files.open(f"{directory}/a", create=True).close()
-        files.settle(f"{directory}/a")
-        assert files.list(directory) == ["a"]
-
     def test_truncate_cuts_and_extends_with_zeros(self, place: Place) -> None:
         """What was cut off must not come back when the file grows again."""
         files, directory = place

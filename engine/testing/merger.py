@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
-from lowwater.engine.merge_messages import NoAnswer, Request, answer
+from lowwater.engine.merge_messages import SLOTS, NoAnswer, Request, answer
 
 
 class LocalMerger:
@@ -13,19 +14,26 @@ class LocalMerger:
     is_usable = True
 
     def __init__(self) -> None:
-        self._body = bytearray()
+        self._bodies = [bytearray() for _ in range(SLOTS)]
+        self._requests: deque[Request] = deque()
         self.asked = 0
 
-    def put(self, offset: int, parts: Sequence[bytes]) -> int:
-        assert offset == (len(self._body) if offset else 0), "a body is written front to back"
-        del self._body[offset:]
-        self._body += b"".join(parts)
-        return len(self._body)
+    def put(self, slot: int, offset: int, parts: Sequence[bytes]) -> int:
+        assert all(request.slot != slot for request in self._requests), "a slot that is in use"
+        body = self._bodies[slot]
+        assert offset == (len(body) if offset else 0), "a body is written front to back"
+        del body[offset:]
+        body += b"".join(parts)
+        return len(body)
 
-    def ask(self, request: Request) -> tuple[bytes, bytes]:
-        assert request.body_bytes == len(self._body)
+    def ask(self, request: Request) -> None:
+        assert request.body_bytes == len(self._bodies[request.slot])
         self.asked += 1
-        header, parts = answer(Request.unpack(request.pack()), bytes(self._body))
+        self._requests.append(request)
+
+    def answer(self) -> tuple[bytes, bytes]:
+        request = self._requests.popleft()
+        header, parts = answer(Request.unpack(request.pack()), bytes(self._bodies[request.slot]))
         return header, b"".join(parts)
 
     def succeeded(self) -> None:
@@ -35,7 +43,9 @@ class LocalMerger:
         raise AssertionError("a sound worker gives a sound answer") from error
 
     def rest(self) -> None:
-        self._body.clear()
+        self._requests.clear()
+        for body in self._bodies:
+            body.clear()
 
     def close(self) -> None:
         pass

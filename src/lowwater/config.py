@@ -326,6 +326,8 @@ SPELLINGS = {
 }
 # What a plain number counts where another spelling ends with its unit.
 UNITS = {"_minutes": "min", "_mb": "MiB"}
+# What is longer is no configuration: a device has no end.
+FILE_BYTES_MAX = 2**20
 CACHE_CAPACITY = "wal.cache_capacity"
 # What a store takes beside its URI has names of its own below this one.
 OPTIONS = "tier.options"
@@ -425,7 +427,11 @@ def _nested(layer: Layer) -> dict[str, Any]:
 
 def _file(path: str | os.PathLike[str]) -> Layer:
     try:
-        tree = tomllib.loads(Path(path).read_text("utf-8"))
+        with Path(path).open("rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+        if len(text) > FILE_BYTES_MAX:
+            raise ValueError("it is far too long")
+        tree = tomllib.loads(text.decode())
     except OSError as error:
         raise InvalidConfig(
             f"the configuration cannot be read: {error.strerror}", path=path, hint="check the path"

@@ -3,7 +3,8 @@
 A log whose writer is killed with SIGKILL has all that it acknowledged; two logs that got the same entries in
 different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses
 its directory, and comes back from the server alone: at once for the first read, then whole, and as it was
-before.
+before. In the end Spark replays what was shipped: the rows of a moment, and the root of a checkpoint, built
+from segments alone, have to be those of the database. Where there is no Java it takes the one in the wheel.
 
 Always true: the figures come from a process of its own, which owns nothing that outlives it. Whatever ends
 this one but SIGKILL, that one is ended, then the server, and then the directory is removed.
@@ -36,6 +37,7 @@ from lowwater.engine.check import check_directory, check_segment
 from lowwater.engine.entries import Put, encode_put
 from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.real import RealFiles
+from lowwater.spark.plan import pin
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.testing.s3_server import S3Server
@@ -54,6 +56,8 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["--writer", directory]:
             return _write_until_killed(Path(directory))
+        case ["--replay", question]:
+            return _replay(**json.loads(question))
         case ["--show", directory, config]:
             return _Demo(Path(directory), json.loads(config)).run()
         case []:
@@ -125,7 +129,8 @@ class _Demo:
     def run(self) -> int:
         self._survives_a_kill()
         self._same_entries_same_bytes()
-        self._comes_back_from_the_server()
+        moments = self._comes_back_from_the_server()
+        self._replays_in_spark(*moments)
         self._console.print(self._table)
         if self._fails:
             self._console.print("[red]demo failed: see the table.[/red]")
@@ -219,7 +224,8 @@ class _Demo:
 
     # ------------------------------------------------------------------ the database, and its archive
 
-    def _comes_back_from_the_server(self) -> None:
+    def _comes_back_from_the_server(self) -> tuple[_Moment, _Moment]:
+        """The moment that a copy was made of, and that of the last checkpoint."""
         original = self._directory / "database"
         older_seq, older_root, root = self._write_and_ship(original)
         shutil.rmtree(original)
@@ -251,6 +257,10 @@ class _Demo:
         full_s = time.perf_counter() - started_s
         with lowwater.open(restored, config=self._config) as db:
             same = copy.root == db.root() and not list(db.check())
+            # What Spark is asked for in the end.
+            db.checkpoint()
+            db.ship()
+            newest = _moment(db, db.checkpoints()[0].seq)
         self._row(
             "full restore: every page here, the root computed",
             f"{full_s:.1f} s, {copy.bytes / 1e6:.1f} MB fetched",
@@ -261,6 +271,7 @@ class _Demo:
         lowwater.restore(self._uri, beside, older_seq, config=self._config)
         with lowwater.open(beside, config=self._config) as db:
             found_root = db.root()
+            older = _moment(db, older_seq)
         self._row(
             f"restored beside it, as of seq {older_seq:,}",
             f"{older_root[:16]}… {found_root[:16]}…",
@@ -270,6 +281,47 @@ class _Demo:
             f"a database whose directory was deleted answered its first read {first_s:.2f} s after the "
             f"restore began, from the S3 server alone, and had the same root; a full restore took "
             f"{full_s:.1f} s, and one beside it as of seq {older_seq:,} had the root of that moment"
+        )
+        return older, newest
+
+    def _replays_in_spark(self, older: _Moment, newest: _Moment) -> None:
+        """In a process of its own: what that and its JVM write to stderr is shown if it fails."""
+        question = {
+            "uri": self._uri,
+            "options": self._config["tier"]["options"],
+            "scratch": os.fspath(self._directory / "spark"),
+            "seqs": [older.seq, newest.seq],
+        }
+        with self._console.status("replaying in Spark"), open(self._directory / "spark.log", "w+") as log:
+            began_s = time.perf_counter()
+            asked = subprocess.run(
+                [sys.executable, "-m", "lowwater.demo", "--replay", json.dumps(question)],
+                # Where there is no Java, a launcher for the one in the wheel is made there.
+                env={**os.environ, "XDG_CACHE_HOME": os.fspath(self._directory / "cache")},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
+            )
+            seconds = time.perf_counter() - began_s
+            if asked.returncode:
+                log.seek(0)
+                print(log.read(), file=sys.stderr)
+                self._row("replay in Spark", f"ended with code {asked.returncode}", False)
+                return
+        found = json.loads(asked.stdout)
+        self._row("Spark", f"{found['version']} on Java {found['java']}, {seconds:.1f} s with its start")
+        self._row(
+            f"replayed in Spark: rows as of seq {older.seq:,}",
+            f"{found['rows']:,} rows, {found['digest'][:16]}…",
+            found["digest"] == older.digest,
+        )
+        self._row(
+            f"root of seq {newest.seq:,}: by Spark from segments, by us",
+            f"{found['root'][:16]}… {newest.root[:16]}…",
+            found["root"] == newest.root,
+            f"Spark, reading {found['segments']} shipped segments and nothing else, had the same rows as of "
+            f"seq {older.seq:,} and the same root as of seq {newest.seq:,}",
         )
 
     def _write_and_ship(self, directory: Path) -> tuple[int, str, str]:
@@ -308,6 +360,58 @@ class _Demo:
         while shipper.advance() is not None:
             pass
         store.close()
+
+
+class _Moment(NamedTuple):
+    """What a database says as of a seq."""
+
+    seq: int
+    root: str
+    digest: str
+
+
+def _moment(db: lowwater.Database, seq: int) -> _Moment:
+    """What it says now, when nothing has changed since that seq."""
+    rows = ((found.bucket, found.key, found.value) for bucket in db.buckets() for found in db.scan(bucket))
+    return _Moment(seq, db.root(), _digest(rows))
+
+
+def _digest(rows: Iterable[tuple[str, str, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for bucket, key, value in rows:
+        digest.update(f"{bucket}/{key} {len(value)} ".encode() + value)
+    return digest.hexdigest()
+
+
+def _replay(uri: str, options: dict[str, str], scratch: str, seqs: list[int]) -> int:
+    """What Spark says of the first of two seqs, row by row, and of the content as of the second."""
+    import lowwater.spark
+
+    Path(scratch).mkdir()
+    spark = lowwater.spark.session(
+        config={
+            "spark.local.dir": scratch,
+            "spark.sql.warehouse.dir": f"{scratch}/warehouse",
+            # Nothing is left in /tmp, whatever ends this process. That path may be too long for sockets.
+            "spark.driver.extraJavaOptions": f'"-Djava.io.tmpdir={scratch}" -XX:-UsePerfData',
+            "spark.python.unix.domain.socket.enabled": False,
+        }
+    )
+    state = lowwater.spark.state_as_of(spark, uri, seqs[0], options=options)
+    rows = state.select("bucket", "key", "value").orderBy("bucket", "key").toArrow()
+    built = lowwater.spark.build_checkpoint(spark, uri, seqs[1], from_segments=True, options=options)
+    jvm: Any = spark._jvm
+    answer = {
+        "version": spark.version,
+        "java": jvm.java.lang.System.getProperty("java.version"),
+        "rows": rows.num_rows,
+        "digest": _digest(zip(*(column.to_pylist() for column in rows.columns), strict=True)),
+        "root": built.root,
+        "segments": len(pin(uri, options).segments),
+    }
+    spark.stop()
+    print(json.dumps(answer))
+    return 0
 
 
 def _puts(db: lowwater.Database, first: int, last: int) -> Iterator[int]:

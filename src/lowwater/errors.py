@@ -19,6 +19,7 @@
     │   ├── NotEmpty                 a bucket that holds keys is not deleted
     │   ├── TransactionEnded         it was committed or aborted before
     │   ├── LimitExceeded            more than is taken at once
+    │   ├── ArchivedOnly             it was shipped and purged, and nobody has said where the store is
     │   ├── VersionGone              this version was dropped, or has not been written yet
     │   ├── NotFound                 there is no such file, segment, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
@@ -174,6 +175,10 @@ class TransactionEnded(InputError):
 
 
 class LimitExceeded(InputError):
+    pass
+
+
+class ArchivedOnly(InputError):
     pass
 
 

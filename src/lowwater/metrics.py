@@ -377,6 +377,54 @@ class TierMetrics(Collector):
     describe = collect
 
 
+# Of calls to object stores, whoever makes them: what each is called and what it says.
+STORE_DURATIONS = {
+    "lowwater_store_request_duration_seconds": "A call to an object store, with all that is repeated of it.",
+}
+STORE_COUNTERS = {
+    "lowwater_store_failures_total": "Calls that failed in the end. An object that is missing is no failure.",
+    "lowwater_store_repeated_total": "Requests made again because the store did not answer, or was busy.",
+    "lowwater_store_bytes_read_total": "Bytes that stores have given.",
+    "lowwater_store_bytes_written_total": "Bytes that were given to stores.",
+}
+
+
+class StoreMetrics(Collector):
+    """What calls to the stores of a database measure. Many threads call: counting is done under a lock."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._lock = Lock()
+        self._duration = Histogram(DURATION_BOUNDS_SECONDS)
+        self._counts = dict.fromkeys(STORE_COUNTERS, 0)
+        self._repeated: list[Gauge] = []
+        if registry is not None:
+            registry.register(self)
+
+    def watch(self, repeated: Gauge) -> None:
+        """Where a store says how many requests it has repeated."""
+        self._repeated.append(repeated)
+
+    def called(self, seconds: float, *, failed: bool) -> None:
+        with self._lock:
+            self._duration.observe(seconds)
+            self._counts["lowwater_store_failures_total"] += failed
+
+    def passed(self, *, read: int = 0, written: int = 0) -> None:
+        with self._lock:
+            self._counts["lowwater_store_bytes_read_total"] += read
+            self._counts["lowwater_store_bytes_written_total"] += written
+
+    def collect(self) -> Iterator[Metric]:
+        for name, documentation in STORE_DURATIONS.items():
+            yield self._duration.family(name, documentation)
+        counts = self._counts | {"lowwater_store_repeated_total": sum(each() for each in self._repeated)}
+        for name, documentation in STORE_COUNTERS.items():
+            yield CounterMetricFamily(name.removesuffix("_total"), documentation, value=counts[name])
+
+    # The registry compares names through this, and refuses a second one.
+    describe = collect
+
+
 def text(registry: CollectorRegistry) -> str:
     """All metrics of a registry, as Prometheus scrapes them."""
     return generate_latest(registry).decode()

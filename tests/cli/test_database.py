@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,6 @@ from lowwater.engine.testing.damage import flip
 
 COMMANDS = ("check", "checkpoints", "compact-local", "get", "history", "ls", "pages", "put", "root")
 BINARY = bytes(range(256)) * 40
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """The command line sets up the logging of the whole process."""
-    logger = logging.getLogger("lowwater")
-    before = (logger.handlers, logger.propagate, logger.level)
-    yield
-    logger.handlers, logger.propagate, logger.level = before
 
 
 @pytest.fixture
@@ -201,6 +191,25 @@ def test_put_keeps_its_conditions(path: str) -> None:
     assert run("put", path, "b", "k", "--if-seq", str(seq), stdin=b"x").exit_code == 0
     assert run("put", path, "none", "k", stdin=b"x").exit_code == 2
     assert run("put", path, "b", "k", "--metadata", "none", stdin=b"x").exit_code == 2
+
+
+def test_put_ships_where_it_is_told_to(tmp_path: Path) -> None:
+    """The archive alone has the value, then. Without a store, or with one that is gone, it is an error."""
+    path, archive = str(tmp_path / "data"), tmp_path / "archive"
+    refused = run("put", path, "b", "k", "--create", "--ship", stdin=b"x")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    config = tmp_path / "lowwater.toml"
+    config.write_text(f'[tier]\nuri = "file://{archive}"\n')
+    done = run("--config", str(config), "put", path, "b", "k", "--create", "--ship", stdin=b"shipped")
+    assert done.exit_code == 0, done.output
+    copy = str(tmp_path / "copy")
+    assert lowwater.restore(f"file://{archive}", copy, clone=True).seq >= int(done.stdout)
+    assert run("get", copy, "b", "k").stdout_bytes == b"shipped"
+    shutil.rmtree(archive)
+    archive.write_bytes(b"in its place")
+    gone = run("--config", str(config), "put", path, "b", "k", "--ship", stdin=b"here")
+    assert gone.exit_code != 0
+    assert "Traceback" not in gone.output
 
 
 def test_put_makes_a_database_only_where_it_is_told_to(tmp_path: Path) -> None:
@@ -483,3 +492,60 @@ def test_the_configuration_says_where_the_log_is(tmp_path: Path) -> None:
     assert run(*config, "get", path, "b", "k").stdout_bytes == b"x"
     assert len(run(*config, "history", path, "b", "k").stdout.splitlines()) == 1
     assert run(*config, "check", path).stdout == "sound\n"
+
+
+URI = "s3://user:hunter2@bucket/x?secret_access_key=hunter2"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([name, URI] for name in ("root", "ls", "checkpoints", "pages", "compact-local")),
+        ["get", URI, "b", "k"],
+        ["history", URI, "b", "k"],
+        ["put", "--create", URI, "b", "k"],
+        ["restore", "memory://", URI],
+        ["log", "repair", URI, "copy"],
+        ["log", "repair", "log", URI],
+        ["--config", URI, "root", "data"],
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(URI, "URI"),
+)
+def test_the_uri_of_a_store_is_no_directory_and_its_secrets_are_not_shown(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would become a directory of that name, and errors would tell what it is called."""
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "is the URI of a store" in result.stderr
+    assert "hunter2" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["get", "data", "b", "k", "--at"],
+        ["put", "data", "b", "k", "--if-seq"],
+        ["log", "dump", "data", "--from"],
+        ["log", "dump", "data", "--since"],
+    ],
+    ids=" ".join,
+)
+def test_a_number_of_thousands_of_digits_is_a_wrong_call(arguments: list[str]) -> None:
+    """Python refuses to read it by an error of its own."""
+    result = run(*arguments, "9" * 5000)
+    assert result.exit_code == 2
+    assert "is no" in result.stderr
+    assert len(result.stderr) < 1000
+
+
+def test_what_has_no_end_is_refused_before_memory_ends(path: str) -> None:
+    """A value that is larger than any entry, and a configuration that is a device."""
+    put = run("put", path, "b", "endless", "/dev/zero")
+    assert put.exit_code == 2
+    assert "at most" in put.stderr
+    config = run("--config", "/dev/zero", "root", path)
+    assert config.exit_code == 2
+    assert "far too long" in config.stderr

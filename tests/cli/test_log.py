@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import pty
 import shutil
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,6 @@ from lowwater.engine.testing.damage import (
 GOLDEN = Path(__file__).parents[1] / "golden"
 COMMANDS = ("inspect", "dump", "verify", "repair")
 ENTRIES = 151
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """The command line sets up the logging of the whole process."""
-    logger = logging.getLogger("lowwater")
-    before = (logger.handlers, logger.propagate, logger.level)
-    yield
-    logger.handlers, logger.propagate, logger.level = before
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +14,6 @@ from lowwater.cli.root import root
 from lowwater.errors import LowwaterError
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """The command line sets up the logging of the whole process."""
-    logger = logging.getLogger("lowwater")
-    before = (logger.handlers, logger.propagate, logger.level)
-    yield
-    logger.handlers, logger.propagate, logger.level = before
 
 
 class Archive(NamedTuple):

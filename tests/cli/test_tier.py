@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,6 @@ from lowwater.tiering import names
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryStore
 from lowwater.tiering.open_store import open_store
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """The command line sets up the logging of the whole process."""
-    logger = logging.getLogger("lowwater")
-    before = (logger.handlers, logger.propagate, logger.level)
-    yield
-    logger.handlers, logger.propagate, logger.level = before
 
 
 @pytest.fixture
@@ -150,12 +139,12 @@ def test_sigterm_ends_a_scrub(folder: str) -> None:
     """As Ctrl-C does, and with the code that says so."""
     code = (
         "import os, signal, sys\n"
-        "from lowwater.tiering import scrub\n"
-        "real = scrub.verify_segment\n"
+        "from lowwater.tiering import scrub_objects\n"
+        "real = scrub_objects.verify_segment\n"
         "def verify(found, reader):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return real(found, reader)\n"
-        "scrub.verify_segment = verify\n"
+        "scrub_objects.verify_segment = verify\n"
         "from lowwater.cli.root import root\n"
         f"sys.argv = ['lowwater', 'scrub', '--deep', {folder!r}]\n"
         "root()\n"

@@ -203,7 +203,7 @@ def test_the_newest_two_are_kept_and_packs_that_they_need(db: Database) -> None:
 
 def test_packs_are_cut_by_size(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So no object grows without end, and what is uploaded again is small."""
-    monkeypatch.setattr("lowwater.engine.checkpointer.PACK_BYTES", 20_000)
+    monkeypatch.setattr("lowwater.engine.packing.PACK_BYTES", 20_000)
     with lowwater.open(path) as db:
         db.create_bucket("b")
         fill(db, 5000)

@@ -22,7 +22,7 @@ DIRECTORIES = ("checkpoints", "packs")
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lowwater.engine.checkpointer.PACK_BYTES", 1500)
+    monkeypatch.setattr("lowwater.engine.packing.PACK_BYTES", 1500)
     with small_limits():
         yield
 

@@ -405,7 +405,7 @@ def test_a_page_that_becomes_empty_is_not_given_to_one_that_was_flushed_later() 
 def _flush_range_of(driver: Driver, key: bytes) -> None:
     """Only the range with this key."""
     db = driver.db
-    for _ in db._flusher._flush([db._state.map.find(key)]):
+    for _ in db._flusher._flush(db._flusher._freeze([db._state.map.find(key)])):
         pass
 
 
@@ -454,7 +454,7 @@ def test_redo_keeps_what_a_horizon_needs_that_came_after_others() -> None:
     driver.drop_snapshot("x")
     db = driver.db
     db._flusher._choose = lambda: None
-    for _ in db._flusher._flush([]):  # the meta alone goes on
+    for _ in db._flusher._flush(db._flusher._freeze([])):  # the meta alone goes on
         pass
     driver.get("a", "k", kept)
     driver.machine.pool_bytes_max = 12_000  # redo has to flush

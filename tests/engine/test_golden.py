@@ -430,13 +430,17 @@ def test_the_golden_compressed_segment_decompresses_to_the_raw_one(case: str, ra
 
 
 @pytest.mark.skipif(zstandard.ZSTD_VERSION != (1, 5, 7), reason="another zstd may compress to other bytes")
-@pytest.mark.parametrize(("case", "raw_case"), COMPRESSED)
-def test_compressing_again_with_the_same_zstd_gives_the_same_bytes(case: str, raw_case: str) -> None:
-    """Uploading twice is harmless, but sending the same bytes twice is cheaper to find out."""
-    stored, raw = stored_and_raw(case, raw_case)
+@pytest.mark.parametrize(
+    ("raw_case", "expected"),
+    [("many-blocks", "112d1f4b5651026a"), ("minimal", "069ee12d0fe91d8e")],
+)
+def test_the_same_zstd_always_gives_the_same_bytes(raw_case: str, expected: str) -> None:
+    """Uploading twice is harmless, but sending the same bytes twice is cheaper to find out. The golden files
+    are from when all was compressed at one level."""
+    _, raw = stored_and_raw("compressed", raw_case)
     parts: list[bytes] = []
     compress_segment(make.file_of(raw), parts.append)
-    assert b"".join(parts) == stored
+    assert blake3(b"".join(parts)).hexdigest(8) == expected
 
 
 # ---------------------------------------------------------------------------- refused

@@ -50,10 +50,14 @@ def objects(db: Any) -> dict[str, bytes]:
     return {each.key: each.value for each in db.scan("b")}
 
 
+def copy_log(path: str, to: Path) -> None:
+    """As it is while it is open: a hint that is just being written is not there a moment later."""
+    shutil.copytree(f"{path}/wal", to / "wal", ignore=shutil.ignore_patterns("hint*", "lock"))
+
+
 def restored(path: str, to: Path, archive: Archive, db: Any, stored: StoredCheckpoint) -> str:
     """A directory with the log, and pages made of the checkpoint."""
-    shutil.copytree(f"{path}/wal", to / "wal")
-    (to / "wal" / "lock").unlink(missing_ok=True)
+    copy_log(path, to)
     store = LmdbPages.open(str(to / "pages"))
     try:
         assert install(db, stored, store, archive) > 10
@@ -171,8 +175,7 @@ def test_a_store_that_is_being_made_is_not_opened_and_made_to_the_end_later(
         db.checkpoint()
         stored = db.checkpoints()[0]
         archive.ship(stored)
-        shutil.copytree(f"{path}/wal", tmp_path / "restored" / "wal")
-        (tmp_path / "restored" / "wal" / "lock").unlink(missing_ok=True)
+        copy_log(path, tmp_path / "restored")
         store = LmdbPages.open(str(tmp_path / "restored" / "pages"))
         archive.is_down = True
         with pytest.raises(ArchiveDown):

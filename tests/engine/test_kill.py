@@ -167,5 +167,5 @@ def test_nothing_acknowledged_is_lost_in_200_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_acknowledged_is_lost_where_batches_are_written_in_runs(tmp_path: Path) -> None:
-    """The kernel does not wait for such writes when it ends a process: who opens the log at once must."""
+    """A thread of the C library's is within a write, with others behind it, when the process ends."""
     Killer(str(tmp_path / "log"), "runs").run(30)

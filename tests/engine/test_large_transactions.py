@@ -318,7 +318,7 @@ def test_redo_that_knows_the_commit_already_keeps_what_lies_before() -> None:
     db = driver.db
     written = db._state.map.find(encoded("a", "000"))
     others = [each for each in db._state.map.ranges if each is not written and each.dirty]
-    for _ in db._flusher._flush(others):
+    for _ in db._flusher._flush(db._flusher._freeze(others)):
         pass
     driver.machine.pool_bytes_max = FEW_PAGES  # so redo has to flush
     driver.recover("lose", again=0)
@@ -331,7 +331,7 @@ def test_redo_that_knows_the_commit_already_keeps_what_lies_before() -> None:
 def flush_range_of(driver: Driver, key: str) -> None:
     """Only the range with this key."""
     db = driver.db
-    for _ in db._flusher._flush([db._state.map.find(encoded("a", key))]):
+    for _ in db._flusher._flush(db._flusher._freeze([db._state.map.find(encoded("a", key))])):
         pass
 
 

@@ -24,7 +24,15 @@ from lowwater.engine.log import LogOptions
 from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.opening import open_with
 from lowwater.errors import Conflict, Corrupt, Deadlock, LockTimeout
-from lowwater.metrics import ENGINE_COUNTERS, ENGINE_DURATIONS, ENGINE_GAUGES, ColdMetrics, TierMetrics, text
+from lowwater.metrics import (
+    ENGINE_COUNTERS,
+    ENGINE_DURATIONS,
+    ENGINE_GAUGES,
+    ColdMetrics,
+    StoreMetrics,
+    TierMetrics,
+    text,
+)
 from lowwater.recovery.warming import PAGES_AWAY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +57,12 @@ def test_the_table_for_people_lists_what_is_scraped(tmp_path: Path) -> None:
     with lowwater.open(tmp_path / "data") as db:
         metrics = [
             (metric.name + "_total" * (metric.type == "counter"), metric.type, metric.documentation)
-            for metric in (*db.metrics().collect(), *ColdMetrics().collect(), *TierMetrics().collect())
+            for metric in (
+                *db.metrics().collect(),
+                *ColdMetrics().collect(),
+                *TierMetrics().collect(),
+                *StoreMetrics().collect(),
+            )
         ]
     name, documentation = PAGES_AWAY
     assert table == [*metrics, (name, "gauge", documentation)]

@@ -55,7 +55,8 @@ def worker_bytes():
     if merger is None or merger.pid is None:
         return 0
     try:
-        return dict(sizes(merger.pid)).get("RssAnon", 0) + os.fstat(merger._memory_fd).st_blocks * 512
+        between = sum(os.fstat(fd).st_blocks for fd in merger._memory_fds)
+        return dict(sizes(merger.pid)).get("RssAnon", 0) + between * 512
     except OSError:
         return 0  # it has ended
 

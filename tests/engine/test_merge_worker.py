@@ -13,18 +13,19 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from lowwater.engine import core, merge_aside, merge_process
+from lowwater.engine import core, flush, merge_aside, merge_process
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
+from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.merge_messages import ANSWER, NoAnswer
 from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.opening import open_with
 from lowwater.engine.testing.merger import LocalMerger
+from lowwater.errors import LogPoisoned
 
 if not merge_process.can_begin():
     pytest.skip("there can be no worker here", allow_module_level=True)
@@ -53,6 +54,11 @@ def open_one(path: Path, *, pool_bytes_max: int = MIB, merge_worker: bool = True
 def merger_of(db: Database) -> MergeProcess:
     assert isinstance(db._merger, MergeProcess)
     return db._merger
+
+
+def below() -> set[psutil.Process]:
+    """The processes that this one has begun, and theirs: other tests may have left some, such as Spark's."""
+    return set(psutil.Process().children(recursive=True))
 
 
 def made_aside(db: Database) -> int:
@@ -148,6 +154,52 @@ def test_pages_are_the_same_whoever_merged(tmp_path: Path, monkeypatch: pytest.M
     assert len(found[0]) > 20
 
 
+@pytest.fixture
+def _in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there is always another one to be asked for before this one is written."""
+    monkeypatch.setattr(flush, "FLUSH_ABOVE", 0.2)
+    monkeypatch.setattr(flush, "GROUP_SHARE", 1000)
+    monkeypatch.setattr(flush, "GROUP_BYTES_MIN", 16 * 1024)
+
+
+@pytest.mark.usefixtures("_in_small_groups")
+@pytest.mark.parametrize("point", [flush.BEFORE_COMMIT, flush.AFTER_COMMIT], ids=["before", "after"])
+def test_a_group_that_was_asked_for_is_nowhere_when_the_one_before_it_fails(
+    tmp_path: Path, point: Failpoint
+) -> None:
+    """It is not written without that, what it has is read from memory, and comes again from the log."""
+    rng = random.Random(10)
+    model: dict[str, bytes] = {}
+    with open_one(tmp_path) as db:
+        db.create_bucket("b")
+        followed = 0
+
+        def fail() -> None:
+            nonlocal followed
+            followed += db._flusher._following is not None
+            if followed == 10:
+                raise OSError("this one fails")
+
+        items: dict[str, bytes] = {}
+
+        def put_much() -> None:
+            for _ in range(2000):
+                model.update(items)
+                items.clear()
+                items.update((f"{rng.randrange(50_000):05}", rng.randbytes(50)) for _ in range(200))
+                db.put_many("b", items.items())
+
+        with point.armed(fail), pytest.raises(LogPoisoned, match="this one fails"):
+            put_much()
+        assert db._flusher._following is not None
+        assert made_aside(db) > 0
+        assert {each.key: each.value for each in db.scan("b")} == model
+    with open_one(tmp_path) as db:
+        found = {each.key: each.value for each in db.scan("b")}
+        assert found in (model, model | items)  # the batch that met the failure is there, or is not
+        assert list(db.check()) == []
+
+
 def test_a_worker_that_is_killed_at_random_moments_changes_nothing(tmp_path: Path) -> None:
     """The next one is asked, or nobody: what was acknowledged is there, and all pages are sound."""
     ended = threading.Event()
@@ -187,9 +239,9 @@ def test_a_worker_that_is_killed_at_random_moments_changes_nothing(tmp_path: Pat
 ANSWERS = {
     "noise": "reply = os.urandom(size)",
     "too short": "reply = bytes(3); stop = True",
-    "a size beyond all": "reply = answer.pack(b'LWM!', 1, 3, 1 << 40, 0)",
-    "another version": "reply = answer.pack(b'LWM!', 2, 0, 0, 0)",
-    "no pages": "reply = answer.pack(b'LWM!', 1, 1, 12, 0)",
+    "a size beyond all": "reply = answer.pack(b'LWM!', 2, 3, 1 << 40, 0)",
+    "another version": "reply = answer.pack(b'LWM!', 1, 0, 0, 0)",
+    "no pages": "reply = answer.pack(b'LWM!', 2, 1, 12, 0)",
     "nothing, and it ends": "stop = True; reply = b''",
     "an error": "raise ValueError",
 }
@@ -228,13 +280,14 @@ def test_a_page_of_another_place_is_not_believed(tmp_path: Path, monkeypatch: py
     """Whole and well formed, but not what was asked for: pages of the wrong keys, order or bytes."""
 
     class Liar(LocalMerger):
-        lies = 0
+        lies = answered = 0
 
-        def ask(self, request: Any) -> tuple[bytes, bytes]:
-            header, body = super().ask(request)
+        def answer(self) -> tuple[bytes, bytes]:
+            header, body = super().answer()
+            self.answered += 1
             magic, version, number, size, checksum = ANSWER.unpack(header)
             broken = bytearray(body)
-            turn = self.asked % 4
+            turn = self.answered % 4
             if turn == 0:
                 broken[-1] ^= 1  # a value
             elif turn == 1:
@@ -265,6 +318,7 @@ def test_a_worker_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     """After a while it is ended, and the flush goes on."""
     monkeypatch.setattr(merge_process, "ANSWER_WITHIN_S", 0.05)
     monkeypatch.setattr(merge_process, "_BEGIN", "import time\ntime.sleep(10_000)")
+    before = below()
     with open_one(tmp_path) as db:
         load = Load(db, 6)
         for _ in range(4):
@@ -272,7 +326,7 @@ def test_a_worker_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
             db.flush()
         load.check(db)
         assert failures_of(db) == merge_process.FAILURES_MAX
-        assert psutil.Process().children(recursive=True) == []
+        assert below() <= before
 
 
 @pytest.mark.parametrize("executable", [None, "", "/usr/sbin/uwsgi", "/nowhere/python3"])
@@ -306,17 +360,18 @@ def test_it_begins_only_when_there_is_much_to_write(tmp_path: Path, monkeypatch:
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     """By `engine.merge_worker`."""
+    before = below()
     with open_one(tmp_path, merge_worker=False) as db:
         Load(db, 8).go_on(20)
         db.flush()
         assert db._merger is None
-        assert psutil.Process().children(recursive=True) == []
+        assert below() <= before
 
 
 @pytest.mark.slow
 def test_opening_and_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     """Two hundred times; each of the lives has had a worker."""
-    me = psutil.Process()
+    me, before = psutil.Process(), below()
     for number in range(203):
         with open_one(tmp_path) as db:
             if not number:
@@ -327,7 +382,7 @@ def test_opening_and_closing_leaves_no_process_and_no_descriptor(tmp_path: Path)
         if number == 2:  # whatever the first ones have imported, and opened for good
             descriptors = me.num_fds()
     assert me.num_fds() == descriptors
-    assert me.children(recursive=True) == []
+    assert below() <= before
 
 
 LIVE = """

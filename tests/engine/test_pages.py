@@ -37,6 +37,7 @@ from lowwater.engine.pages import (
     merge,
     merge_puts,
     page_key,
+    stored_bytes,
 )
 from lowwater.errors import Corrupt, LowwaterError, NewerVersion, NotLowwater
 
@@ -691,15 +692,31 @@ def test_merging_keeps_what_the_model_keeps(seed: int) -> None:
 # ---------------------------------------------------------------------------- merging by column
 
 
-@given(st.sets(st.integers(0, 300), max_size=80), st.sets(st.integers(0, 300), min_size=1), st.booleans())
-def test_merging_by_column_is_merging(held: set[int], put: set[int], stored: bool) -> None:
-    """Small values, and large ones by reference, in pages that may be divided."""
+@given(
+    st.sets(st.integers(0, 300), max_size=80),
+    st.sets(st.integers(0, 300), min_size=1),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["differ", "alike", "empty", "alike and then empty", "differ and then empty"]),
+)
+def test_merging_by_column_is_merging(
+    held: set[int], put: set[int], stored: bool, overwrites: bool, sizes: str
+) -> None:
+    """Small values, and large ones by reference, in pages that may be divided; with new keys, or without;
+    values of one size and without references, which are put in their places in a page's bytes; empty ones."""
     boundaries = Boundaries(b"salt", 7)
+    if overwrites and held:
+        put = {sorted(held)[number % len(held)] for number in put}
     low = b"\1b"
 
     def version(number: int, seq: int) -> Version:
-        flags = REFERENCE if number % 5 == 0 else 0
-        return (seq, seq, seq * 7, flags, b"", bytes(64) if flags else b"%d" % seq)
+        if sizes == "empty" or (seq >= 500 and sizes.endswith("then empty")):
+            return seq, seq, seq * 7, 0, b"", b""
+        if sizes.startswith("alike"):
+            return seq, seq, seq * 7, 0, b"", b"%05d" % seq
+        if number % 5 == 0 and sizes == "differ":
+            return seq, seq, seq * 7, REFERENCE, b"", bytes(64)
+        return seq, seq, seq * 7, 0, b"", b"v" * (number % 7)
 
     def keys_of(numbers: set[int]) -> list[bytes]:
         return [encode_key(b"b", b"%03d" % number) for number in sorted(numbers)]
@@ -715,7 +732,9 @@ def test_merging_by_column_is_merging(held: set[int], put: set[int], stored: boo
     versions = [version(number, 500 + number) for number in sorted(put)]
     _, seqs, times, flags, _, values = zip(*versions, strict=True)
     columns = (array("Q", seqs), array("Q", times), bytearray(flags), list(values))
+    before = None if page is None else encode_page(page, low)
     by_column = merge_puts(page, low, keys, columns, frozen_seq=900, boundaries=boundaries)
+    assert before is None or page is None or encode_page(page, low) == before, "it was changed itself"
     one_by_one = merge(
         page,
         low,
@@ -724,9 +743,9 @@ def test_merging_by_column_is_merging(held: set[int], put: set[int], stored: boo
         floor=900,
         boundaries=boundaries,
     )
-    assert [(key, encode_page(each, key)) for key, each in by_column] == [
-        (key, encode_page(each, key)) for key, each in one_by_one
-    ]
+    expected = [(key, encode_page(each, key)) for key, each in one_by_one]
+    assert [(key, encode_page(each, key)) for key, each in by_column] == expected
+    assert [(key, stored_bytes(each, key)) for key, each in by_column] == expected
     assert all(each.has_mere_puts for _, each in by_column)
 
 

@@ -25,6 +25,7 @@ from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.testing.pagestore import PageStoreConformance, Place
 from lowwater.errors import (
+    AlreadyExists,
     Closed,
     Corrupt,
     DirectoryLocked,
@@ -685,9 +686,9 @@ def test_a_directory_that_cannot_be_written_is_named(stored: str, tmp_path: Path
 def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
     """A wrong path is the operator's most common mistake."""
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises((NotFound, DiskFailed)):
+    with pytest.raises((AlreadyExists, NotFound)):
         LmdbPages.open(str(tmp_path / "file" / "pages"))
-    with pytest.raises((NotFound, DiskFailed)):
+    with pytest.raises((AlreadyExists, NotFound)):
         LmdbPages.open(str(tmp_path / "file"))
 
 

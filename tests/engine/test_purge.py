@@ -10,6 +10,8 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS
+from lowwater.engine.check import Finding, check_directory_steps
+from lowwater.engine.directory import read_names
 from lowwater.engine.entries import Put
 from lowwater.engine.log import Log, LogOptions, Seams
 
@@ -83,3 +85,18 @@ def test_a_crash_at_any_operation_of_a_purge_leaves_no_gap(survival: object, aft
             assert number > 5
             return
     raise AssertionError("the purge never ended")
+
+
+@pytest.mark.parametrize("removed", range(1, 5))
+def test_what_is_purged_while_somebody_checks_is_not_missing(removed: int) -> None:
+    """Retention removes segments whenever it wants; one that is missing in the middle is still told."""
+    files, log = filled()
+    segments = list(log.wal.store.segments)
+    steps = check_directory_steps(files, "log", names=read_names(files, "log"), current=None)
+    first = next(steps)  # it has begun with the names of all
+    log.purge(segments[removed].seq_last)
+    assert [each for each in (first, *steps) if isinstance(each, Finding)] == []
+    steps = check_directory_steps(files, "log", names=read_names(files, "log"), current=None)
+    next(steps)
+    files.remove(segments[removed + 3].path)
+    assert [each.where for each in steps if isinstance(each, Finding)][:1] == [segments[removed + 3].path]

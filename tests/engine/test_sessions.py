@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import pytest
 from tests.engine.engine_model import Machine, small_limits
 from tests.engine.test_engine import CREATE, Node
@@ -22,6 +23,7 @@ from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine import core
 from lowwater.engine import engine as engine_module
 from lowwater.engine import sessions as engine_sessions
+from lowwater.engine.chain import checkpoint_entry
 from lowwater.engine.entries import Control
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
@@ -364,36 +366,44 @@ def test_a_crash_at_any_operation_leaves_the_sessions_as_the_log_has_them(mode: 
         assert ahead > 5, "nothing was ever redone"
 
 
-def test_a_session_is_stored_ahead_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come while a flush is under way; redo passes over them, and their log is durable first."""
+def test_a_session_is_stored_as_the_pages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come while a flush is under way, and a checkpoint entry: what that holds of sessions must be
+    the same where redo makes it once more."""
     node = Node()
     engine = node.open()
     feed(engine, [(1, CREATE), (2, CreateBucket("b")), (3, OPEN), (4, OPEN)])
     feed(engine, [(5, Put("b", "a", b"1", session=(3, 1))), (6, Put("b", "b", b"1", session=(4, 1)))])
     engine.sync()
     real = Flusher._encode_sessions
-    came = 0
+    control = b""
 
     def encode(self: Flusher, session_ids: list[int]) -> Any:
-        nonlocal came
-        if not came:
-            came = len(session_ids)
+        nonlocal control
+        if not control:
+            assert session_ids == [3, 4]
             engine.apply_log_entry(9, Put("b", "c", b"2", session=(3, 2)))
-            engine.apply_log_entry(10, Put("b", "c", b"3", session=(3, 3, 2)))
-            engine.apply_log_entry(11, Control(Kind.SESSION_CLOSE, {"session": 4}))
-            engine.apply_log_entry(12, Put("b", "d", b"2", session=(4, 2)))
-            engine.apply_log_entry(13, OPEN)
+            engine.apply_log_entry(10, checkpoint_entry(0))
+            control = engine._state.checkpoints_due[0].control
+            engine.apply_log_entry(11, Put("b", "c", b"3", session=(3, 3, 2)))
+            engine.apply_log_entry(12, Control(Kind.SESSION_CLOSE, {"session": 4}))
+            engine.apply_log_entry(13, Put("b", "d", b"2", session=(4, 2)))
+            engine.apply_log_entry(14, OPEN)
+            engine.sync()
         return (yield from real(self, session_ids))
 
     monkeypatch.setattr(Flusher, "_encode_sessions", encode)
     assert engine.flush() == 6
-    assert came == 2
-    assert engine.marks().durable == 13
     expected = tables(engine)
     engine = node.crash("lose")
-    assert engine.redone == 5
+    assert engine.redone == 6
     assert tables(engine) == expected
-    assert engine.apply_log_entry(20, Put("b", "c", b"3", session=(3, 3, 2))) == (10, None)
+    assert engine._state.checkpoints_due[0].control == control
+    rows = cbor2.loads(control)["sessions"]
+    assert rows == [
+        [3, 9, 0, 3_600_000_000, 0, [1, 2], [5, 9], [0, 0]],
+        [4, 6, 0, 3_600_000_000, 0, [1], [6], [0]],
+    ]
+    assert engine.apply_log_entry(20, Put("b", "c", b"3", session=(3, 3, 2))) == (11, None)
     assert (
         engine.apply_log_entry(21, Put("b", "c", b"2", session=(3, 2))).refused == Refusal.REQUEST_FORGOTTEN
     )
@@ -474,7 +484,14 @@ def test_a_session_with_all_its_results_is_read_back() -> None:
     assert session.numbers() == []
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", b"\x87\1\2\3\4\x41\0\x40\x40", b"\xff"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\x80", b"\xff", b"\x87\1\2\3\4\x81\1\x80\x80",
+        cbor2.dumps([1, 2, 3, "4", [], [], []]), cbor2.dumps([1, 2, 3, 4, [1, 1], [5, 6], [0, 0]]),
+        cbor2.dumps([1, 2, 3, 4, [1], ["5"], [0]]),
+    ],
+)  # fmt: skip
 def test_a_stored_session_that_is_damaged_is_told(data: bytes) -> None:
     with pytest.raises(Corrupt):
         Session.decode(data)

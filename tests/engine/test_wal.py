@@ -263,6 +263,56 @@ def test_a_full_batch_of_memory_acknowledgements_does_not_wait_for_the_interval(
     assert machine.log.seq_durable >= 5
 
 
+@pytest.mark.parametrize("raised", [SystemExit(1), asyncio.CancelledError(), ValueError("no")])
+def test_the_writer_outlives_what_a_callback_raises(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """Else whoever submits next would wait for ever."""
+    reported: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: reported.append(arguments.exc_value))
+
+    def leave(_: object) -> None:
+        raise raised
+
+    log = disk.open()
+    disk.stall()
+    first = log.submit(put())
+    disk.stuck.wait()
+    first.add_done_callback(leave)
+    disk.gate.set()
+    assert first.result(60) == 2
+    assert log.submit(put()).result(60) == 3
+    log.close()
+    assert reported == ([] if isinstance(raised, Exception) else [raised])
+
+
+def test_an_interrupted_sync_before_a_new_segment_does_no_harm(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it waited behind stays in the queue: the first batch of a segment goes alone also where that comes
+    before it."""
+    log = disk.open(batch_bytes_max=1000, segment_bytes=65_536)
+    disk.stall()
+    futures = [log.submit(put())]
+    disk.stuck.wait()
+    while not log.wal._queue or not log.wal._queue[-1].ends_segment:
+        futures.append(log.submit(put(300)))
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log.wal, "_wait_or_lead", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            log.sync()
+    futures += [log.submit(put(300)) for _ in range(10)]
+    disk.gate.set()
+    assert [future.result() for future in futures] == list(range(2, len(futures) + 2))
+    log.close()
+    with disk.open() as log:
+        assert [entry.seq for entry in log.read()] == list(range(1, len(futures) + 2))
+
+
 # ---------------------------------------------------------------------------- back-pressure
 
 

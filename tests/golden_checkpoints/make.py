@@ -19,6 +19,7 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.runner import StepRunner
 from lowwater.engine.chain import Create, checkpoint_entry
 from lowwater.engine.core import EngineOptions
+from lowwater.engine.decide import Refusal
 from lowwater.engine.engine import Engine
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, Put, Write
 from lowwater.engine.format import Kind
@@ -44,14 +45,21 @@ ENTRIES: list[tuple[int, Any]] = [
     (62, Put("ü", "named", b"", {"b": "2", "a": "ü"})),
     (63, Put("ü", LONG + "1", b"1")),
     (64, Put("ü", LONG + "2", b"2")),
+    (65, Control(Kind.SESSION_OPEN, {"ttl_us": 1_000}, time_us=TIME_US + 65)),
+    (66, Control(Kind.SESSION_OPEN, {"ttl_us": 2_000})),
+    (67, Put("ü", "once", b"1", session=(66, 2))),
+    (68, Put("ü", "once", b"2", session=(66, 1))),
+    (69, Put("ü", "once", b"3", if_absent=True, session=(65, 4))),
     (70, checkpoint_entry(0)),
-    (71, Delete("photos", "007.jpg")),
+    (71, Delete("photos", "007.jpg", session=(66, 3, 1))),
     (73, Write([Put("photos", "008.jpg", b"new"), Put("photos", "zz", b"")])),
     (74, Control(Kind.PIN, {"name": "kept", "seq": 73})),
     (80, checkpoint_entry(70)),
     (81, Delete("photos", "008.jpg")),
     (82, checkpoint_entry(80, full=True)),
 ]
+# What has no effect on keys, and is a result of its session all the same.
+REFUSED = {69: Refusal.CONDITION_FAILED}
 
 
 def made() -> tuple[dict[str, bytes], Any]:
@@ -69,7 +77,8 @@ def made() -> tuple[dict[str, bytes], Any]:
     expected: dict[str, Any] = {}
     state = State()
     for seq, entry in ENTRIES:
-        assert engine.apply_log_entry(seq, entry).refused is None
+        refused = engine.apply_log_entry(seq, entry).refused
+        assert refused is REFUSED.get(seq)
         state.apply(seq, entry)
         if not isinstance(entry, Control) or entry.kind != Kind.CHECKPOINT:
             continue
@@ -90,6 +99,8 @@ class State:
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], tuple[int, int, bytes, dict[str, str]]] = {}
         self.snapshots: dict[str, int] = {}
+        # By id: seq, time, time to live, up to where it is acknowledged, and (seq, code) by number.
+        self.sessions: dict[int, tuple[list[int], dict[int, tuple[int, int]]]] = {}
         self.time_us = 0
 
     def apply(self, seq: int, entry: Any) -> None:
@@ -98,6 +109,10 @@ class State:
                 self.apply(seq, each)
             return
         self.time_us = max(self.time_us, entry.time_us)
+        if getattr(entry, "session", None) is not None:
+            self._request(seq, *entry.session)
+        if seq in REFUSED:
+            return
         if isinstance(entry, CreateBucket):
             self.rows["", entry.bucket] = seq, self.time_us, b"", {}
         elif isinstance(entry, Put):
@@ -110,6 +125,24 @@ class State:
         elif isinstance(entry, Control) and entry.kind == Kind.PIN:
             assert entry.body is not None
             self.snapshots[entry.body["name"]] = entry.body["seq"]
+        elif isinstance(entry, Control) and entry.kind == Kind.SESSION_OPEN:
+            assert entry.body is not None
+            self.sessions[seq] = [seq, self.time_us, entry.body["ttl_us"], 0], {}
+
+    def _request(self, seq: int, session: int, number: int, acknowledged: int = 0) -> None:
+        row, results = self.sessions[session]
+        row[0], row[1], row[3] = seq, self.time_us, max(row[3], acknowledged)
+        results[number] = seq, int(REFUSED.get(seq, 0))
+        for each in [each for each in results if each <= row[3]]:
+            del results[each]
+
+    def _sessions(self) -> list[list[Any]]:
+        found: list[list[Any]] = []
+        for session, (row, results) in sorted(self.sessions.items()):
+            numbers = sorted(results)
+            seqs, codes = ([results[each][column] for each in numbers] for column in (0, 1))
+            found.append([session, *row, numbers, seqs, codes])
+        return found
 
     def expected(self, seq: int) -> dict[str, Any]:
         rows = []
@@ -131,6 +164,7 @@ class State:
                 "expires_us": {},
                 "per_key_max": None,
                 "exact_from": 0,
+                "sessions": self._sessions(),
             },
             "rows": rows,
         }

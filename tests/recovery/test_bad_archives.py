@@ -264,3 +264,7 @@ def test_a_plan_reads_little_and_writes_nothing(objects: MemoryObjects) -> None:
     done = restore(objects, place)
     assert done.seq == found.seq
     assert done.checkpoint_seq == found.checkpoint_seq
+    small = sum(len(data) for name, data in objects.data.items() if not name.startswith(("wal/", "data/")))
+    full = restore(objects, Place(2), full=True)
+    assert found.values_objects_max
+    assert found.full_bytes < full.bytes <= found.full_bytes + found.values_bytes_max + 2 * small

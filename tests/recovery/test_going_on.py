@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, opened, ship
 
+from lowwater.chaos.disk import SimulatedCrash
+from lowwater.engine.failpoints import registry
 from lowwater.engine.origin import ORIGIN, read_origin
-from lowwater.errors import Fenced, InputError, InvalidConfig
+from lowwater.errors import Fenced, InputError
 from lowwater.recovery.opening import open_restored
 from lowwater.recovery.restore import restore_with
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.names import segment_name
+from lowwater.tiering.scrub import Scrub
+from lowwater.tiering.ship_checkpoints import CheckpointShipper
 
 
 class Restoring:
@@ -120,8 +125,6 @@ def test_a_clone_is_a_cluster_of_its_own_and_leaves_the_archive_alone() -> None:
     assert (content(copy), copy.root()) == (expected, root)
     copy.close()
     assert dict(objects.data) == before
-    with pytest.raises(InvalidConfig):
-        clone.open("memory://other")
     db.put("b", "goes on", b"1")
     ship(db, place)
 
@@ -218,3 +221,123 @@ def test_the_chain_ends_where_a_segment_is_missing() -> None:
     twin = Restoring(other, 2)
     assert twin.restore().seq == last.first - 1
     assert again.restore().seq == last.last
+
+
+def test_what_was_shipped_only_once_goes_on_too() -> None:
+    """The newest manifest is of the epoch that was claimed to ship, and the log that was shipped ends before
+    the `fork` to it: a line that took no epoch of its own takes writes, and can never ship them."""
+    objects = MemoryObjects()
+    place = Place()
+    db = opened(place, MemoryStore(objects=objects))
+    db.create_bucket("b")
+    db.put("b", "k", b"v")
+    ship(db, place)
+    again = Restoring(objects, 1)
+    again.restore()
+    other = again.open()
+    assert other.epoch > db.epoch
+    other.put("b", "new", b"n")
+    ship(other, again.place)
+    expected = content(other)
+    third = Restoring(objects, 2)
+    third.restore()
+    assert content(third.open()) == expected
+    db.put("b", "lost", b"l")
+    with pytest.raises(Fenced):
+        ship(db, place)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lives_and_restores_in_any_order_go_on(seed: int) -> None:
+    """What was shipped is there after whatever was done, and everybody who goes on can ship."""
+    rng = random.Random(f"lives {seed}")
+    objects = MemoryObjects()
+    place = Place()
+    db = opened(place, MemoryStore(objects=objects))
+    db.create_bucket("b")
+    states: dict[int, Any] = {}
+    again: Restoring | None = None
+    shipped_seq = 0
+    for number in range(25):
+        do = rng.choice(["put", "put", "ship", "checkpoint", "reopen", "restore"])
+        if do == "put":
+            seq = db.put("b", f"k{rng.randrange(9)}", b"%d" % number * rng.choice([1, 1000]))
+            states[seq] = content(db)
+        elif do == "ship":
+            ship(db, place)
+            shipped_seq = max(states, default=0)
+        elif do == "checkpoint":
+            checkpoint(db, place, MemoryStore(objects=objects))
+        elif do == "reopen":
+            db.close()
+            if again is None:
+                place.pages.reopen()
+                db = opened(place, MemoryStore(objects=objects))
+            else:
+                db = again.open()
+        elif shipped_seq:
+            db.close()
+            again = Restoring(objects, 100 * seed + number)
+            place = again.place
+            done = again.restore(full=rng.random() < 0.3)
+            assert done.seq >= shipped_seq
+            states = {seq: state for seq, state in states.items() if seq <= done.seq}
+            db = again.open()
+            assert content(db) == states[max(states)]
+    ship(db, place)
+    last = Restoring(objects, seed)
+    last.restore()
+    assert content(last.open()) == content(db)
+    findings = Scrub(MemoryStore(objects=objects), deep=True).findings()
+    assert [each for each in findings if each.severity == "error"] == []
+
+
+def test_who_ends_while_it_records_again_what_its_parent_had_shipped_leaves_nothing_out() -> None:
+    """Its first manifests have a lower mark than its parent's last one: the rest lies in the epoch before. A
+    restore that followed the newest manifest's epoch alone ended below what had counted."""
+    objects = MemoryObjects()
+    db, place = shipped(objects)
+    for number in range(60):
+        db.put("b", f"more {number}", b"%d" % number * 500)
+    ship(db, place)
+    counted, expected = db.counted_hwm, content(db)
+    again = Restoring(objects, 1)
+    again.restore()
+    other = again.open()
+    assert len([each for each in db.catalogue.segments if each.last > other.catalogue.hwm]) >= 2
+
+    def end() -> None:
+        raise SimulatedCrash
+
+    with registry["ship.after_manifest"].armed(end), pytest.raises(SimulatedCrash):
+        ship(other, again.place)
+    newest = open_archive(MemoryStore(objects=objects)).newest()
+    assert newest is not None
+    assert newest.epoch == other.epoch
+    assert newest.hwm < counted
+    third = Restoring(objects, 2)
+    assert third.restore().seq >= counted
+    assert content(third.open()) == expected
+
+
+def test_a_copy_of_what_was_recorded_as_shipped_after_it_is_restored() -> None:
+    """Redo comes to the copy before it comes to the entry that says where its value is."""
+    objects = MemoryObjects()
+    place, store = Place(), MemoryStore(objects=objects)
+    db = opened(place, store)
+    db.create_bucket("b")
+    db.put("b", "large", b"l" * 1000)
+    db.checkpoint()
+    db.copy("b", "large", "b", "copy")
+    checkpointed = db.checkpoints()[0].seq
+    ship(db, place)
+    shipper = CheckpointShipper(db, store)
+    while shipper.advance() is not None:
+        place.idle()
+    db.put("b", "more", b"m" * 20_000)
+    ship(db, place)
+    expected = content(db)
+    for full in (False, True):
+        again = Restoring(objects, 1)
+        assert again.restore(clone=True, full=full).checkpoint_seq == checkpointed
+        assert content(again.open()) == expected

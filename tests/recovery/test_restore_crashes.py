@@ -14,7 +14,7 @@ from lowwater.chaos.store import FaultyStore
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine.failpoints import registry
 from lowwater.engine.opening import open_with
-from lowwater.engine.origin import ORIGIN, RESTORING
+from lowwater.engine.origin import ORIGIN, RESTORING, read_origin
 from lowwater.errors import Corrupt, NotFound, StoreUnavailable
 from lowwater.recovery.opening import open_to_read
 from lowwater.recovery.restore import restore_with
@@ -43,6 +43,7 @@ class Shipped:
         )
         self.expected, self.root = content(core), core.root()
         core.close()
+        self.origin_seq = _origin_seq(place)
 
     def restore(self, place: Place, *, full: bool = False, store: Any = None) -> Place:
         store = store or MemoryStore(objects=self.objects)
@@ -53,12 +54,19 @@ class Shipped:
     def check(self, place: Place) -> None:
         assert ORIGIN in place.files.list("to")
         assert RESTORING not in place.files.list("to")
+        assert _origin_seq(place) == self.origin_seq, "a crash has changed what it was made from"
         store = MemoryStore(objects=self.objects)
         core: Any = open_to_read("to", store, seams=place.seams(), pages=place.pages)
         assert core.root() == self.root
         assert content(core) == self.expected
         assert list(core.check(away=True)) == []
         core.close()
+
+
+def _origin_seq(place: Place) -> int:
+    origin = read_origin(place.files, "to")
+    assert origin is not None
+    return origin.seq
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def archived(server: FaultyStore) -> tuple[Catalogue, list[tuple[int, bytes]]]:
     if not server.objects.data:
         return Catalogue(), []
     wrong = [each for each in Scrub(store, deep=True, at_once=1).findings() if each.severity != "note"]
-    assert wrong == []
+    assert wrong == [], wrong
     archive = open_archive(store)
     newest = archive.newest()
     if newest is None:

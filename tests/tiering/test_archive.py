@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.engine.engine_model import CLUSTER_ID
 from tests.tiering.lines import StepStore, begun, restored
 
+from lowwater.chaos.store import Fault, FaultyStore, Operation
 from lowwater.engine import catalogue
 from lowwater.engine.blocks import NO_HASH, hash_of
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Fork, SegmentDescriptor
@@ -432,3 +433,31 @@ def test_a_restored_log_publishes_entries_below_those_that_its_parent_published(
     assert archive.unpublished(second.db.catalogue) == []
     for line in (first, second):
         line.db.close()
+
+
+@pytest.mark.parametrize("spoilt", [Fault(flip_bit=1), Fault(short_bytes=3)])
+def test_a_segment_that_is_damaged_on_the_way_is_read_again(spoilt: Fault) -> None:
+    """Else a restore would end before it, and nobody would know; what is cut short is no traceback."""
+    server = FaultyStore()
+    line = begun(server.objects)
+    line.live(1)
+    archive = open_archive(server.open(), CLUSTER_ID)
+    newest = archive.newest()
+    assert newest is not None
+    read = archive.catalogue_of(newest)
+    line.db.put("b", "more", b"v")
+    line.db._log.seal()
+    more = [(each, data) for _, each, data in line.segments() if each.last > read.hwm]
+    for each, data in more:
+        line.store.write(names.segment_name(each), [data], size=len(data))
+    reads = 0
+
+    def spoil(operation: Operation) -> Fault | None:
+        nonlocal reads
+        reads += operation.kind == "read"
+        return spoilt if reads == 1 else None
+
+    server.fault = spoil
+    assert list(archive.segments_after(newest, read)) == [each for each, _ in more]
+    assert reads > 1
+    line.db.close()

@@ -23,6 +23,7 @@ from lowwater.engine.checksum import crc32
 from lowwater.engine.ckpt import pack_name
 from lowwater.engine.entries import Control
 from lowwater.engine.format import Kind
+from lowwater.engine.pages import after_prefix, encode_key
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import DataError, NewerVersion, VersionGone
 from lowwater.tiering.cold_versions import ColdVersions
@@ -120,6 +121,38 @@ def test_a_read_at_any_shipped_seq_is_what_the_log_says(seed: int, data: st.Data
         require(versions, life.written, name, data.draw(st.integers(1, hwm)))
     with pytest.raises(VersionGone):
         versions.at("b", "k00", hwm + 1)
+
+
+def require_scan(
+    versions: ColdVersions, written: Written, bucket: str, low: bytes, high: bytes, seq: int
+) -> int:
+    rows = {
+        encode_key(name.encode(), key.encode()): (key, *version)
+        for (name, key), version in written.rows(seq).items()
+        if name == bucket
+    }
+    expected = [row for encoded, row in sorted(rows.items()) if low <= encoded < high]
+    found = [(each.key, each.seq, each.time_us, each.value) for each in versions.scan(bucket, low, high, seq)]
+    assert found == expected, (bucket, low, high, seq)
+    return len(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_scan_at_any_shipped_seq_is_what_the_log_says(seed: int) -> None:
+    """Of whole buckets, of a part, and of the buckets' own records; above a checkpoint and below all."""
+    life = lived(seed)
+    versions = life.versions()
+    hwm = life.archived.catalogue.hwm
+    rng = random.Random(f"scans {seed}")
+    found = 0
+    for seq in [hwm, *(rng.randint(1, hwm) for _ in range(12))]:
+        for bucket in ("b", "c", "never"):
+            low = encode_key(bucket.encode(), b"")
+            found += require_scan(versions, life.written, bucket, low, after_prefix(low), seq)
+            part = encode_key(bucket.encode(), b"k%02d" % rng.randrange(60))
+            require_scan(versions, life.written, bucket, part, after_prefix(part[:-1]), seq)
+        require_scan(versions, life.written, "", b"\0", b"\1", seq)
+    assert found > 20
 
 
 @pytest.mark.slow

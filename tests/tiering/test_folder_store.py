@@ -235,3 +235,16 @@ def test_a_place_shows_no_secret() -> None:
     assert SECRET not in repr(place)
     assert parse_uri("gs://b/x").uri == "gcs://b/x"
     assert parse_uri("az://c/x").uri == "azblob://c/x"
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3:bucket/prefix", "S3:/bucket", "gs:b", "file:/x", "memory:", "a\0b", "\ud800"]
+)
+def test_what_is_meant_as_a_uri_is_not_taken_for_a_folder(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history would go to this disk, and nobody would notice before the disk is lost."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidConfig):
+        open_store(uri)
+    assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,10 +17,21 @@ from tests.tiering.test_shipper import values_in
 
 import lowwater
 from lowwater.chaos.store import FaultyStore
-from lowwater.errors import Busy, InputError, InvalidConfig, LowwaterError, StoreUnavailable, TimedOut
-from lowwater.metrics import TIER_COUNTERS, TIER_DURATIONS, TIER_GAUGES
+from lowwater.engine.log import LogOptions
+from lowwater.errors import (
+    ArchivedOnly,
+    Busy,
+    InputError,
+    InvalidConfig,
+    LowwaterError,
+    StoreUnavailable,
+    TimedOut,
+)
+from lowwater.metrics import STORE_COUNTERS, TIER_COUNTERS, TIER_DURATIONS, TIER_GAUGES
 from lowwater.tiering.folder_store import FolderStore
-from lowwater.tiering.memory_store import MemoryObjects
+from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
+from lowwater.tiering.opening import open_tiered
+from lowwater.tiering.shipper import Shipper
 
 
 def server_of(folder: Path) -> FaultyStore:
@@ -138,7 +150,9 @@ def test_every_metric_of_shipping_moves(tmp_path: Path) -> None:
         look()
         uploading = False
         thread.join()
-    names = {*TIER_COUNTERS, *TIER_GAUGES, "lowwater_uploader_chunk_bytes_count"}
+    names = {*STORE_COUNTERS, "lowwater_store_request_duration_seconds_count"}
+    names -= {"lowwater_store_repeated_total"}  # tests/tiering/test_opendal_store.py has some
+    names |= {*TIER_COUNTERS, *TIER_GAUGES, "lowwater_uploader_chunk_bytes_count"}
     names |= {f"{name}_count" for name in TIER_DURATIONS}
     names -= {"lowwater_shipping_alarm"}  # tests/tiering/test_shipper.py has one
     assert {name for name in names if len(seen[name]) < 2} == set()
@@ -280,6 +294,37 @@ for serial in range(10**9):
 
 
 @pytest.mark.slow
+class Slow(MemoryStore):
+    """Takes a while for each segment."""
+
+    def write(self, name: str, parts: Any, *, size: int | None) -> bool:
+        if name.startswith("wal/"):
+            threading.Event().wait(0.1)
+        return super().write(name, parts, size=size)
+
+
+def test_who_waits_for_shipping_keeps_nobody_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting and shipping once woke each other without end, which took one of two cores from the uploads."""
+    steps = 0
+    real = Shipper.step
+
+    def step(self: Shipper) -> float | None:
+        nonlocal steps
+        steps += 1
+        return real(self)
+
+    monkeypatch.setattr(Shipper, "step", step)
+    with open_tiered(str(tmp_path / "db"), [Slow()], log_options=LogOptions(segment_bytes=65_536)) as db:
+        db.create_bucket("b")
+        for number in range(60):
+            db.put("b", f"{number}", bytes(10_000))
+        steps = 0
+        db.ship()
+        segments = len(db.catalogue.segments)
+    assert segments >= 8
+    assert steps < 10 * segments
+
+
 def test_a_program_that_is_killed_all_the_time_ships_everything(tmp_path: Path) -> None:
     """`kill -9` wherever it happens to be: nothing acknowledged is lost, and nothing wrong is left."""
     rng = random.Random(5)
@@ -303,3 +348,26 @@ def test_a_program_that_is_killed_all_the_time_ships_everything(tmp_path: Path) 
     from tests.tiering.shipping import archived
 
     assert acknowledged <= set(values_in(archived(server_of(tmp_path / "archive"))[1]))
+
+
+def test_what_was_purged_is_no_damage_where_nobody_says_where_the_store_is(tmp_path: Path) -> None:
+    """Opened without its tier the database is whole but for old large values: nothing has to be repaired."""
+    path = str(tmp_path / "data")
+    with lowwater.open(path, tier=str(tmp_path / "archive")) as db:
+        db.create_bucket("b")
+        db.put("b", "large", b"x" * 5000)
+        db.ship()
+        db.put("b", "later", b"1")
+        db.ship()
+        db.flush()
+        assert db.purge(db.purgeable_seq())
+    with lowwater.open(path) as db:
+        with pytest.raises(ArchivedOnly) as caught:
+            db.get("b", "large")
+        assert "tier=" in caught.value.hint
+        assert db.get("b", "later").value == b"1"
+        assert [each.severity for each in db.check()] == ["note"]
+    assert [each.severity for each in lowwater.check(path)] == ["note"]
+    with lowwater.open(path, tier=str(tmp_path / "archive")) as db:
+        assert db.get("b", "large").value == b"x" * 5000
+        assert list(db.check()) == []

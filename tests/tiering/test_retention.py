@@ -308,3 +308,20 @@ def test_the_file_system_is_asked_rarely_while_there_is_room() -> None:
     fill(machine, 0, 500)
     assert len(asked) < 10
     machine.db.close()
+
+
+def test_a_copy_of_what_was_purged_since_is_redone() -> None:
+    """The pages are older than the entry that says where the value is now."""
+    machine = machine_with(age_max_s=None)
+    large = random.Random(1).randbytes(3000)
+    machine.db.put("b", "large", large)
+    machine.db.propose_seal()
+    machine.db.flush()
+    machine.db.copy("b", "large", "b", "copy")
+    machine.db.ship()
+    assert machine.db.purge(machine.db.purgeable_seq()) > 2
+    machine.crash("random", random.Random(1))
+    machine.open()
+    assert contents(machine.db) == {"large": large, "copy": large}
+    assert list(machine.db.check()) == []
+    machine.db.close()

@@ -186,6 +186,46 @@ def test_a_stop_at_any_operation_leaves_nothing_that_misleads_and_is_gone_on_fro
     assert number > 6
 
 
+def test_the_one_that_is_being_shipped_is_not_outrun_by_those_to_come(shipping: Shipping) -> None:
+    """An upload may take longer than the time from one checkpoint to the next: it is kept until it is
+    recorded. Then comes the newest, and what lies between is passed over."""
+    db = shipping.db
+    db.attach_tier(Keeping(db))
+    seqs = [shipping.checkpoint()]
+    shipping.ship_log()
+    assert shipping.shipper.advance() is not None
+    for number in range(4):
+        db.put("b", f"k{number:03}", b"again")
+        seqs.append(shipping.checkpoint())
+    assert [each.seq for each in db.checkpoints()] == [*reversed(seqs[-2:]), seqs[0]]
+    shipping.ship_log()
+    shipping.ship()
+    assert [each.seq for each in db.catalogue.checkpoints] == [seqs[0], seqs[-1]]
+    shipping.require_sound()
+    db.put("b", "k", b"once more")
+    seqs.append(shipping.checkpoint())
+    assert [each.seq for each in db.checkpoints()] == [*reversed(seqs[-2:])]
+
+
+class Keeping:
+    """What a tier asks to be kept, and nothing else of one."""
+
+    def __init__(self, db: Any) -> None:
+        self.db = db
+
+    def checkpoints_needed(self) -> list[int]:
+        return [self.db.ships_seq]
+
+    own_after = 0
+
+    def older_versions(self, *_: Any) -> None: ...
+
+    def stop(self) -> None:
+        pass
+
+    close = stop
+
+
 def test_the_step_tries_again_and_waits_longer(shipping: Shipping) -> None:
     """The background neither gives up nor spins."""
     shipping.checkpoint()

@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tests.engine.engine_model import CLUSTER_ID
 from tests.tiering.shipping import TieredMachine, archived, manifests_of, objects_of, shared, tier_options
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.store import Fault, FaultyStore, Operation
 from lowwater.engine.entries import CreateBucket, Put, decode_payload
-from lowwater.errors import Corrupt, Fenced, InputError, OtherCluster, StoreDenied, StoreUnavailable, TimedOut
+from lowwater.errors import (
+    Corrupt,
+    Fenced,
+    InputError,
+    OtherCluster,
+    StoreCorrupt,
+    StoreDenied,
+    StoreUnavailable,
+    TimedOut,
+)
+from lowwater.tiering.archive import open_archive
 
 
 def values_in(frames: list[tuple[int, bytes]]) -> dict[str, bytes]:
@@ -562,3 +573,44 @@ def test_a_bad_timeout_and_time_outs_are_typed() -> None:
     with pytest.raises(TimedOut):
         engine.ship(timeout=0.3)
     engine.close()
+
+
+def test_who_ended_between_its_claim_and_the_fork_is_no_rival_of_its_next_life() -> None:
+    """Also where that has nothing to upload: it took its own claim for somebody else's, in each life anew."""
+    machine = new_machine()
+    written = fill(machine, 0, 50)
+    machine.db.ship()
+    machine.later(30)
+    catalogue, epoch = machine.db.catalogue, machine.db.epoch
+    client = machine.server.open("the life that ended")
+    claim = open_archive(client, CLUSTER_ID).claim(catalogue, epoch, token=machine.randomness.token)
+    machine.db.close()
+    machine.open()
+    machine.later(5)
+    assert machine.db.failure is None
+    assert machine.db.counted_hwm == machine.db.marks().hwm > 0
+    assert machine.db.epoch > claim.epoch
+    written |= fill(machine, 100, 10)
+    machine.db.ship()
+    assert values_in(archived(machine.server)[1]) == written
+    machine.db.close()
+
+
+@pytest.mark.parametrize("what", ["epochs/", "manifest/0"])
+def test_a_claim_or_a_manifest_that_was_taken_and_lost_is_missed(what: str) -> None:
+    """Who does not see a claim goes on beside it, and nobody finds what no manifest reaches."""
+    machine = new_machine()
+    written = fill(machine, 0, 50)
+    machine.server.fault = lambda each: (
+        Fault(lost=True) if each.kind == "write" and each.name.startswith(what) else None
+    )
+    with pytest.raises(StoreCorrupt):
+        machine.db.ship()
+    assert machine.db.counted_hwm == 0
+    assert machine.db.shipping().state == "stopped"
+    machine.server.fault = None
+    machine.later(60)
+    assert machine.db.shipping().state == "idle"
+    machine.db.ship()
+    assert values_in(archived(machine.server)[1]) == written
+    machine.db.close()

@@ -25,6 +25,7 @@ from lowwater.engine.entries import CreateBucket, Delete, Put, Write
 from lowwater.engine.real import RealRandomness
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryStore
+from lowwater.tiering.names import CHECKPOINTS
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opening import open_tiered
 from lowwater.tiering.store import Store
@@ -181,7 +182,53 @@ def test_two_engines_that_are_fed_the_same_ship_the_same_whatever_happens_to_one
                 Fault(error="timed_out", after=True) if rng.random() < 0.3 else None
             )
 
-    assert run(lambda *_: None) == run(crash)
+    objects = run(lambda *_: None)
+    assert sum(name.startswith(CHECKPOINTS) for name in objects) >= 2
+    assert objects == run(crash)
+
+
+def test_a_replica_has_what_another_recorded_however_many_checkpoints_came_since() -> None:
+    """The store of the one is away while the other ships one checkpoint after the other. Then it has to have
+    each of them: no manifest is skipped."""
+    order = Order()
+    servers = [FaultyStore(), FaultyStore()]
+    machines = [fed(order, server, seed) for seed, server in enumerate(servers, 1)]
+    order.order(CreateBucket("b"))
+    fill(order, 0, 40)
+    for machine in machines:
+        machine.later(15)
+    servers[1].fault = lambda _: Fault(error="timed_out")
+    recorded: list[int] = []
+    for number in range(1, 6):
+        fill(order, number * 100, 40)
+        order.order(checkpoint_entry(machines[0].db._state.checkpoint_seq))
+        for _ in range(20):
+            for machine in machines:
+                machine.idle(1.0)
+        recorded.append(machines[0].db.catalogue.checkpoint_seq)
+    assert len(set(recorded) - {0}) == 5
+    for machine in machines:
+        assert machine.db._checkpointer.made == 5
+    assert len(machines[0].db.checkpoints()) <= 3, "what was shipped is thinned out"
+    machines[1].crash("random", random.Random(3))
+    order.engines.remove(machines[1].db)
+    order.engines.append(machines[1].open())
+    servers[1].fault = None
+    for _ in range(90):
+        for machine in machines:
+            machine.idle(1.0)
+    assert machines[1].db.counted_hwm == machines[0].db.counted_hwm >= recorded[-1]
+    assert machines[1].db.shipping().alarm is None
+    here, there = map(objects_of, servers)
+    assert sum(name.startswith(CHECKPOINTS) for name in here) == 5
+    assert here == there
+    order.order(checkpoint_entry(machines[0].db._state.checkpoint_seq))
+    for machine in machines:
+        machine.later(30)
+        assert len(machine.db.checkpoints()) <= 3
+        assert list(machine.db.check()) == []
+        archived(machine.server)
+        machine.db.close()
 
 
 def equal_archives(tmp_path: Path, other: Store) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import FrameType
@@ -21,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lowwater.errors import LowwaterError
+from lowwater.errors import LowwaterError, without_secrets
 
 JSON_KEY = "lowwater.json"
 TABLE_WIDTH_MAX = 1000
@@ -37,6 +38,22 @@ def _remember(ctx: click.Context, _param: click.Parameter, as_json: bool) -> boo
 json_option = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_remember, help="Print JSON, errors too."
 )
+
+
+class LocalPath(click.Path):
+    """A path on this machine. A URI in its place would be taken for a strange directory, and shown with the
+    secrets in it."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        if "://" in str(value):
+            self.fail(
+                f"{without_secrets(str(value))} is the URI of a store, and no path on this machine.",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
 
 
 def print_error(ctx: click.Context, error: LowwaterError) -> None:
@@ -133,6 +150,27 @@ def progress_bar(what: str, total_bytes: Callable[[], int]) -> Iterator[Callable
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total_bytes())
         yield lambda count: progress.advance(task, count)
+
+
+@contextmanager
+def progress_bars(names: Mapping[str, str] | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """Yields what is called with a thing that is done, how much of it, and how much there is (0 where nobody
+    knows): a bar for each, on standard error, where that is a terminal. `names` is what to call them."""
+    if not sys.stderr.isatty():
+        yield lambda _what, _done, _total: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task((names or {}).get(what, what), total=total or None)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield progress
 
 
 def end_on_sigterm(ctx: click.Context) -> None:

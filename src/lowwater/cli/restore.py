@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 import lowwater
 from lowwater.cli.log.dump import Moment
-from lowwater.cli.output import end_on_sigterm, json_option, print_json, size, time
+from lowwater.cli.output import LocalPath, end_on_sigterm, json_option, print_json, progress_bars, size, time
 from lowwater.recovery.plan import Plan, plan
 from lowwater.recovery.restore import Restored
 
@@ -28,7 +22,7 @@ WHAT = {
 
 @click.command()
 @click.argument("uri")
-@click.argument("directory", type=click.Path())
+@click.argument("directory", type=LocalPath())
 @click.option("--at", type=Moment(), help="As of this seq or time; without it, the newest that was shipped.")
 @click.option("--clone", is_flag=True, help="A database of its own, also of the newest.")
 @click.option("--full", is_flag=True, help="Wait until all of it is here, and verified.")
@@ -59,27 +53,9 @@ def restore(
     if only_plan:
         _print_plan(plan(uri, at, config=config), as_json=as_json)
         return
-    with _shown() as progress:
+    with progress_bars(WHAT) as progress:
         done = lowwater.restore(uri, directory, at, clone=clone, full=full, config=config, progress=progress)
     _print_done(done, as_json=as_json)
-
-
-@contextmanager
-def _shown() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each thing that is done, where somebody looks."""
-    if not sys.stderr.isatty():
-        yield lambda _what, _done, _total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(WHAT[what], total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield progress
 
 
 def _print_plan(found: Plan, *, as_json: bool) -> None:
@@ -93,6 +69,9 @@ def _print_plan(found: Plan, *, as_json: bool) -> None:
         f"about {found.requests:,} requests"
     )
     click.echo(f"  all of it: at most {size(found.full_bytes)} of {found.full_objects:,} objects")
+    if found.values_objects_max:
+        older = f"{size(found.values_bytes_max)} of {found.values_objects_max:,} older segments"
+        click.echo(f"  and, where large values lie in them: at most {older}")
     click.echo(f"  {found.missing}")
     click.echo("nothing was written")
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from lowwater import logging
-from lowwater.cli.output import print_error
+from lowwater.cli.output import LocalPath, print_error
 from lowwater.errors import LowwaterError
 
 # Where each command is: `compact-local` is the object `compact_local` in that module.
@@ -22,6 +22,7 @@ COMMANDS = {
     "tier": "lowwater.cli.tier",
     "compact-local": "lowwater.cli.database.compact_local",
     "restore": "lowwater.cli.restore",
+    "spark": "lowwater.cli.spark",
     **{
         name: f"lowwater.cli.database.{name}"
         for name in ("check", "checkpoints", "get", "history", "ls", "pages", "put", "root")
@@ -59,9 +60,7 @@ class Root(click.Group):
 
 @click.command(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="lowwater", message="%(package)s %(version)s")
-@click.option(
-    "--config", type=click.Path(exists=True, dir_okay=False), help="The configuration, a TOML file."
-)
+@click.option("--config", type=LocalPath(exists=True, dir_okay=False), help="The configuration, a TOML file.")
 @click.option(
     "--log-level",
     type=click.Choice(logging.LEVELS),

@@ -7,14 +7,14 @@ from typing import Any
 import click
 
 from lowwater.cli.database.opened import log_directory, opened_to_write
-from lowwater.cli.output import json_option, new_table, number, print_json, print_table, size, time
+from lowwater.cli.output import LocalPath, json_option, new_table, number, print_json, print_table, size, time
 from lowwater.engine.check import require_log
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.real import RealFiles
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.option("--make", is_flag=True, help="Make one first, of what is there now.")
 @json_option
 @click.pass_context

@@ -7,7 +7,7 @@ import os
 import click
 
 from lowwater.cli.database.opened import log_directory
-from lowwater.cli.output import end_on_sigterm, json_option, print_json, size
+from lowwater.cli.output import LocalPath, end_on_sigterm, json_option, print_json, size
 from lowwater.engine.check import require_log
 from lowwater.engine.compact import Room, compact, room_of
 from lowwater.engine.opening import PAGES_DIRECTORY
@@ -15,7 +15,7 @@ from lowwater.engine.real import RealFiles
 
 
 @click.command("compact-local")
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.option("--yes", is_flag=True, help="Do it. Without this, say what there is to gain.")
 @json_option
 @click.pass_context

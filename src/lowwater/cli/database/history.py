@@ -9,13 +9,13 @@ import click
 
 from lowwater.cli.database.opened import log_directory
 from lowwater.cli.log.dump import Moment, print_entries
-from lowwater.cli.output import end_on_sigterm, json_option
+from lowwater.cli.output import LocalPath, end_on_sigterm, json_option
 from lowwater.engine.dump import Selection
 from lowwater.engine.moments import time_us_of
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.argument("bucket")
 @click.argument("key")
 @click.option("--at", type=Moment(), help="Up to this seq or time.")

@@ -11,13 +11,13 @@ import click
 
 from lowwater.cli.database.opened import opened
 from lowwater.cli.log.dump import Moment
-from lowwater.cli.output import json_option, size, standard_output, time, visible
+from lowwater.cli.output import LocalPath, json_option, size, standard_output, time, visible
 from lowwater.engine.reading import Reading
 from lowwater.engine.records import Head
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.argument("bucket", required=False)
 @click.argument("prefix", default="")
 @click.option("--delimiter", help="Show keys that have this after the prefix as one, up to it.")

@@ -11,8 +11,7 @@ import lowwater
 from lowwater.cli.output import end_on_sigterm
 from lowwater.config import Config
 from lowwater.engine.database import Database
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.opening import LOG_DIRECTORY
+from lowwater.engine.directory import LOG_DIRECTORY, typed_errors
 from lowwater.engine.origin import read_origin
 from lowwater.engine.ownership import read_owner
 from lowwater.engine.reading import Reading

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from lowwater.cli.output import (
+    LocalPath,
     end_on_sigterm,
     json_option,
     new_table,
@@ -31,7 +32,7 @@ COLUMNS = ("first key", "last key", "keys", "rows", "deleted", "large", "bytes",
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.option("--bucket", help="Only pages that may hold keys of this bucket.")
 @click.option("--key", help="Of the bucket: only the page that a key belongs to.")
 @click.option("--prefix", help="Of the bucket: only pages that may hold keys that begin so.")

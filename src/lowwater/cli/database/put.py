@@ -8,7 +8,8 @@ import click
 
 from lowwater.cli.database.opened import opened_to_write
 from lowwater.cli.log.dump import Seq
-from lowwater.cli.output import json_option, print_json
+from lowwater.cli.output import LocalPath, json_option, print_json
+from lowwater.engine import format
 from lowwater.errors import AlreadyExists
 
 
@@ -29,7 +30,7 @@ class Pair(click.ParamType[tuple[str, str]]):
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.argument("bucket")
 @click.argument("key")
 @click.argument("source", type=click.File("rb"), default="-")
@@ -38,26 +39,36 @@ class Pair(click.ParamType[tuple[str, str]]):
 @click.option(
     "--if-seq", type=Seq(), help="Only where the newest version has this seq; 0: where there is none."
 )
+@click.option("--ship", is_flag=True, help="End only when the value is in the object store as well.")
 @click.option("--create", is_flag=True, help="Make the database and the bucket, where they are missing.")
 @json_option
 @click.pass_context
 def put(
     ctx: click.Context, path: str, bucket: str, key: str, source: BinaryIO,
-    metadata: tuple[tuple[str, str], ...], if_absent: bool, if_seq: int | None, create: bool, as_json: bool,
+    metadata: tuple[tuple[str, str], ...], if_absent: bool, if_seq: int | None, ship: bool, create: bool,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Store a value from a file, or from standard input, and print its seq once it is durable.
 
+    Where the database has an object store, that is on this disk alone: what one command writes is shipped by
+    whoever opens the database for longer, or with --ship, which prints the seq first.
+
     The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
     """
-    value = source.read()
+    # One byte more than any entry takes is enough to be refused, whatever else there is to read.
+    value = source.read(format.PAYLOAD_BYTES_MAX + 1)
     with opened_to_write(ctx, path, create=create) as db:
+        if ship:
+            db.shipping()  # refused without a store, before anything is written
         if create:
             try:
                 db.create_bucket(bucket)
             except AlreadyExists:
                 pass
         seq = db.put(bucket, key, value, dict(metadata) or None, if_absent=if_absent, if_seq=if_seq)
-    if as_json:
-        print_json({"bucket": bucket, "key": key, "seq": seq, "value_bytes": len(value)})
-    else:
-        click.echo(seq)
+        if as_json:
+            print_json({"bucket": bucket, "key": key, "seq": seq, "value_bytes": len(value)})
+        else:
+            click.echo(seq)
+        if ship:
+            db.ship()

@@ -8,11 +8,11 @@ import click
 
 from lowwater.cli.database.opened import opened
 from lowwater.cli.log.dump import Moment
-from lowwater.cli.output import json_option, print_json
+from lowwater.cli.output import LocalPath, json_option, print_json
 
 
 @click.command()
-@click.argument("path", type=click.Path())
+@click.argument("path", type=LocalPath())
 @click.option("--at", type=Moment(), help="As of this seq or time, where versions go back so far.")
 @json_option
 @click.pass_context

@@ -22,6 +22,12 @@ from lowwater.errors import Corrupt
 
 LINES_AT_ONCE = 200
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+NUMBER_DIGITS_MAX = 100
+
+
+def is_number(text: str) -> bool:
+    """Whether it is a number that `int` takes: of thousands of digits it takes none."""
+    return text.isdecimal() and len(text) <= NUMBER_DIGITS_MAX
 
 
 class Seq(click.ParamType[int]):
@@ -31,8 +37,8 @@ class Seq(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         text = str(value)
-        if not text.isdecimal() or int(text) > SEQ_MAX:
-            self.fail(f"{text!r} is no seq: give a whole number from 0 to {SEQ_MAX}", param, ctx)
+        if not is_number(text) or int(text) > SEQ_MAX:
+            self.fail(f"{text!r:.80} is no seq: give a whole number from 0 to {SEQ_MAX}", param, ctx)
         return int(text)
 
 
@@ -45,13 +51,13 @@ class Time(click.ParamType[int]):
         if isinstance(value, int):
             return value
         text = str(value)
-        if text.isdecimal():
+        if is_number(text):
             return min(int(text), SEQ_MAX)
         try:
             moment = datetime.fromisoformat(text)
         except ValueError:
             self.fail(
-                f"{text!r} is no time: give 2026-01-31, 2026-01-31T12:00:00Z, or microseconds since 1970",
+                f"{text!r:.80} is no time: give 2026-01-31, 2026-01-31T12:00:00Z, or microseconds since 1970",
                 param,
                 ctx,
             )
@@ -67,12 +73,14 @@ class Moment(click.ParamType[int | datetime]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | datetime:
         text = str(value)
-        if text.isdecimal() and int(text) <= SEQ_MAX:
+        if is_number(text) and int(text) <= SEQ_MAX:
             return int(text)
         try:
             moment = datetime.fromisoformat(text)
         except ValueError:
-            self.fail(f"{text!r} is no moment: give a seq, 2026-01-31, or 2026-01-31T12:00:00Z", param, ctx)
+            self.fail(
+                f"{text!r:.80} is no moment: give a seq, 2026-01-31, or 2026-01-31T12:00:00Z", param, ctx
+            )
         return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 

@@ -9,6 +9,7 @@ import click
 
 from lowwater.cli.log.findings import total_bytes
 from lowwater.cli.output import (
+    LocalPath,
     json_option,
     new_table,
     number,
@@ -24,8 +25,8 @@ from lowwater.errors import DataError
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=click.Path())
-@click.argument("target", metavar="DST", type=click.Path())
+@click.argument("source", metavar="SRC", type=LocalPath())
+@click.argument("target", metavar="DST", type=LocalPath())
 @click.option("--dry-run", is_flag=True, help="Say what would be kept and lost; write nothing.")
 @json_option
 @click.pass_context

@@ -17,6 +17,7 @@ from lowwater.engine.seams import Files
 from lowwater.errors import LowwaterError, without_secrets
 from lowwater.tiering.archive_files import ArchiveFiles
 from lowwater.tiering.checking import is_archive, open_to_read
+from lowwater.tiering.lineage import Lineage, parents_opener
 
 # The URI of an archive, and the name of a segment in it.
 _SEGMENT = re.compile(r"(?P<uri>[^?]*?)/(?P<name>wal/\d{10}/segment-[^/?]*\.log)(?P<options>\?.*)?")
@@ -46,7 +47,8 @@ def opened_source(ctx: click.Context, path: str) -> Iterator[Source]:
         return
     single = _SEGMENT.fullmatch(path)
     uri = path if single is None else single["uri"] + (single["options"] or "")
-    store = open_to_read(uri, Config.load(ctx.find_root().obj).tier)
+    config = Config.load(ctx.find_root().obj).tier
+    store = Lineage(open_to_read(uri, config), parents_opener(uri, {}, config))
     try:
         files = ArchiveFiles(store, listed=single is None)
         source = Source(

@@ -36,6 +36,13 @@ def run_scrub(ctx: click.Context, store: Store, scrub: Scrub, *, as_json: bool) 
                 findings.append(step)
             else:
                 advance(step.bytes_done)
+    tell_scrub(ctx, store, scrub, findings, as_json=as_json)
+
+
+def tell_scrub(
+    ctx: click.Context, store: Store, scrub: Scrub, findings: list[Finding], *, as_json: bool
+) -> None:
+    """What was found, and the exit code."""
     counts = {
         severity: sum(finding.severity == severity for finding in findings)
         for severity in ("error", "warning", "note")

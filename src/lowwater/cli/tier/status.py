@@ -9,7 +9,7 @@ import click
 from lowwater.cli.output import json_option, number, print_json, size, time
 from lowwater.cli.tier.opened import opened_store
 from lowwater.config import Config
-from lowwater.engine.opening import LOG_DIRECTORY
+from lowwater.engine.directory import LOG_DIRECTORY
 from lowwater.engine.real import RealFiles
 from lowwater.errors import InvalidConfig
 from lowwater.tiering.checking import is_archive

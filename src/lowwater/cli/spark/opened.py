@@ -1,0 +1,132 @@
+"""What the commands that use Spark share: their options, and a session that keeps quiet.
+
+Always true: nothing of Spark or Java is written to standard output, and to standard error only with
+`--log-level debug` or `info`; a session that was started here is stopped here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowwater.config import Config
+from lowwater.errors import InvalidConfig, LowwaterError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NEEDED = ("pyspark", "pyarrow", "numpy")
+
+
+class Setting(click.ParamType[tuple[str, str]]):
+    """A setting of Spark."""
+
+    name = "key=value"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = str(value).partition("=")
+        if not equals or not key.startswith("spark."):
+            self.fail(f"{value!r} is no setting of Spark: give spark.name=value", param, ctx)
+        return key, text
+
+
+def spark_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--master` and `--conf`, which are for `opened_session`."""
+    command = click.option(
+        "--conf", "settings", type=Setting(), multiple=True, help="A setting of Spark. May be repeated."
+    )(command)
+    return click.option(
+        "--master", metavar="URL", help="Where Spark runs, as spark://host:7077; without it, on all cores."
+    )(command)
+
+
+@contextmanager
+def opened_session(
+    ctx: click.Context, master: str | None, settings: tuple[tuple[str, str], ...]
+) -> Iterator[SparkSession]:
+    for name in NEEDED:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise InvalidConfig(
+                f"this command needs {name}, which is not installed", hint="pip install 'lowwater[spark]'"
+            ) from error
+    from pyspark.sql import SparkSession
+
+    import lowwater.spark
+    from lowwater.spark.jobs import errors_of_tasks
+
+    if SparkSession.getActiveSession() is not None:
+        yield lowwater.spark.session(master=master, config=dict(settings))
+        return
+    wants_log = ctx.find_root().params.get("log_level") in ("debug", "info")
+    with tempfile.TemporaryFile() as log:
+        try:
+            with _written_to(None if wants_log else log.fileno()):
+                spark = lowwater.spark.session(master=master, config=dict(settings))
+        except LowwaterError:
+            raise
+        except Exception as error:
+            raise _not_started(error, log) from error
+    with errors_of_tasks("the work"):
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+
+@contextmanager
+def _written_to(descriptor: int | None) -> Iterator[None]:
+    """Have processes that are started meanwhile write there, for as long as they live: the JVM keeps the
+    descriptors that it was started with, and Python's workers have theirs from it."""
+    if descriptor is None:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    try:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        yield
+    finally:
+        for number, own in enumerate(kept, 1):
+            os.dup2(own, number)
+            os.close(own)
+
+
+_REASONS = (r"\w(Exception|Error): ", r"^Invalid |^Unrecognized ", r"Exception|Error")
+
+
+def _first(pattern: str, lines: list[str]) -> str:
+    return next((line for line in lines if re.search(pattern, line)), "")
+
+
+def _not_started(error: Exception, log: Any) -> LowwaterError:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    # What was thrown comes behind a line of the log that says that something was; the JVM says it plainly.
+    why = next(filter(None, (_first(pattern, lines) for pattern in _REASONS)), "")
+    reason = why or next(iter(str(error).splitlines()), type(error).__name__)
+    return InvalidConfig(
+        f"Spark did not start: {reason.strip():.300}",
+        hint="look at --master and --conf; `lowwater --log-level info spark …` shows what Spark says",
+    )
+
+
+def store_options(ctx: click.Context, uri: str) -> Mapping[str, str] | None:
+    """What the configuration says of the store at this URI, if that is its own."""
+    tier = Config.load(ctx.find_root().obj).tier
+    return dict(tier.options) if uri == tier.store_uri() else None
