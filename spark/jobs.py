@@ -156,6 +156,14 @@ def _done(spark: SparkSession, group: str) -> Iterator[int]:
                 yield found.numCompletedTasks
 
 
+def _jvm_is_gone(error: Exception) -> bool:
+    # Stores raise errors of ours, so it is the JVM that a connection was to.
+    if isinstance(error, ConnectionError) or type(error).__name__ == "Py4JNetworkError":
+        return True
+    # A call that was answered with nothing: what Java has raised would come with a trace.
+    return type(error).__name__ == "Py4JError" and "Trace:" not in str(error)
+
+
 _RAISED = re.compile(rf"lowwater\.errors\.(\w+): (.*)(?:\n{HINT_MARK}(.*))?")
 
 
@@ -165,8 +173,7 @@ def errors_of_tasks(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Stores raise errors of ours, so it is the JVM that a connection was to.
-        if isinstance(error, ConnectionError) or type(error).__name__ == "Py4JNetworkError":
+        if _jvm_is_gone(error):
             raise LowwaterError(
                 f"Spark has ended in the middle of {what}",
                 hint="its JVM was killed: where memory ran out, use fewer cores or less of it",

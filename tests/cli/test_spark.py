@@ -278,6 +278,36 @@ def test_a_jvm_that_is_killed_is_one_error(folder: str, tmp_path: Path) -> None:
     assert err.count("\n") == 2
 
 
+KILLED = """
+import sys, threading, psutil
+import lowwater.spark.audit
+from lowwater.cli.root import root
+def killed(spark, *rest, **named):
+    java, = (each for each in psutil.Process().children() if "java" in each.name())
+    java.suspend()
+    threading.Timer(1, java.kill).start()
+    spark.sparkContext.statusTracker().getJobIdsForGroup("none")
+lowwater.spark.audit.look_in_spark = killed
+root(sys.argv[1:], prog_name="lowwater")
+"""
+
+
+@pytest.mark.slow
+def test_a_jvm_that_is_killed_while_it_is_asked_is_the_same_error(folder: str, tmp_path: Path) -> None:
+    """What it has not read yet makes a reset of the connection, which Py4J logs, and whose error says nothing."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    done = subprocess.run(
+        [sys.executable, str(script), "spark", "verify", folder, *SMALL],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: Spark has ended in the middle of ")
+    assert done.stderr.count("\n") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_and_all_that_it_started(

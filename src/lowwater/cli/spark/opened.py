@@ -6,6 +6,7 @@ Always true: nothing of Spark or Java is written to standard output, and to stan
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -80,11 +81,23 @@ def opened_session(
             raise
         except Exception as error:
             raise _not_started(error, log) from error
-    with errors_of_tasks("the work"):
+    with errors_of_tasks("the work"), _quiet_logging(quiet=not wants_log):
         try:
             yield spark
         finally:
             spark.stop()
+
+
+@contextmanager
+def _quiet_logging(*, quiet: bool) -> Iterator[None]:
+    """Py4J tells the root logger what it raises, too, and has it write to standard error."""
+    root, handler = logging.getLogger(), logging.NullHandler()
+    if quiet:
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 @contextmanager
