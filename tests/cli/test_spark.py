@@ -294,7 +294,7 @@ root(sys.argv[1:], prog_name="lowwater")
 
 @pytest.mark.slow
 def test_a_jvm_that_is_killed_while_it_is_asked_is_the_same_error(folder: str, tmp_path: Path) -> None:
-    """What it has not read yet makes a reset of the connection, which Py4J logs, and whose error says nothing."""
+    """What it has not read makes a reset of the connection: Py4J logs it, and its error says nothing."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     done = subprocess.run(
