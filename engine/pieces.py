@@ -113,8 +113,10 @@ def cut(
 ) -> tuple[list[Piece], Chain]:
     """The pieces of `payloads`, whose lengths are `sizes` and whose seqs are known to rise, and the chain
     after them. Those that are `alike` are puts of one time without flags, and each frame will be wanted."""
-    if len(payloads) == 1 and _goes_alone(chain, payloads[0], batch_bytes_max):
-        return _cut_one(chain, seqs, payloads, sizes)
+    if len(payloads) == 1:
+        alone = cut_alone(chain, seqs[0], payloads[0], batch_bytes_max)
+        if alone is not None:
+            return [alone[0]], alone[1]
     frames_bytes = sum(sizes) + FRAME_BYTES * len(sizes)
     plain = True
     # Everything before `origin`: most payloads of a batch have it in common.
@@ -140,15 +142,35 @@ def cut(
     return _cut_each(chain, seqs, payloads, sizes, batch_bytes_max)
 
 
-def _goes_alone(chain: Chain, payload: bytes, batch_bytes_max: int) -> bool:
-    """Whether this is an entry that neither begins nor ends anything: what `cut` finds out of many."""
-    return (
-        payload[:3] in _MERE_KINDS
-        and int.from_bytes(payload[format.TIME_SLICE], "little") >= chain.time_us
-        and chain.body_bytes > 0
-        and (frame_bytes := FRAME_BYTES + len(payload)) <= batch_bytes_max
-        and chain.body_bytes + frame_bytes < chain.settings.segment_bytes
+def cut_alone(chain: Chain, seq: int, payload: bytes, batch_bytes_max: int) -> tuple[Piece, Chain] | None:
+    """What `cut` gives for an entry that neither begins nor ends anything, and keeps its time; None for all
+    others."""
+    seq_before, time_before_us, cluster_id, epoch, settings, offset, seq_first, creation = chain
+    time_us = int.from_bytes(payload[format.TIME_SLICE], "little")
+    size = len(payload)
+    body_bytes = offset + FRAME_BYTES + size
+    if (
+        payload[:3] not in _MERE_KINDS
+        or time_us < time_before_us
+        or not offset
+        or FRAME_BYTES + size > batch_bytes_max
+        or body_bytes >= settings.segment_bytes
+    ):
+        return None
+    data = format.encode_frames((seq,), (payload,), (size,))
+    piece = Piece(
+        data,
+        offset=offset,
+        positions=array("I", (offset,)),
+        seq_before=seq_before,
+        seq_first=seq,
+        seq_last=seq,
+        time_us=time_us,
+        starts_segment=None,
+        ends_segment=False,
     )
+    # The same as _replace, which is ten times as slow.
+    return piece, Chain(seq, time_us, cluster_id, epoch, settings, body_bytes, seq_first, creation)
 
 
 _MERE_KINDS = frozenset(bytes((kind, 0, 0)) for kind in (Kind.PUT, Kind.DELETE))

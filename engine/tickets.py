@@ -1,7 +1,10 @@
 """Appends on their way to the disk, and waking whoever waits for them.
 
-Always true: `settle` and `wake_room_waiters` run nobody's code and may be called while leading;
-`resolve_futures` runs the callbacks of futures, and may not.
+Always true:
+  - `settle`, `wake` and `wake_room_waiters` run nobody's code and may be called while leading;
+    `resolve_futures` runs the callbacks of futures, and may not;
+  - a thread that waits for a settled append is woken by who has settled it, or by the thread that waits
+    `WOKEN_AT_ONCE` places before it, which does that before anything else, also when it leaves.
 """
 
 from __future__ import annotations
@@ -11,9 +14,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import FINISHED, RUNNING
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowwater.errors import LowwaterError
+
+# So many threads are woken by whoever has settled their appends, and the others by these. All at once would
+# wait for the interpreter, which only one of them can have: each would be woken and put to sleep twice.
+WOKEN_AT_ONCE = 8
 
 # A coroutine that waits for room in the queue, in its event loop.
 RoomWaiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
@@ -95,6 +102,8 @@ class Ticket:
     leads = False
     # One of the three: a thread waits for `turn`, a future, or a coroutine's future in `loop`.
     turn: threading.Lock | None = None
+    # Whom its thread has to wake, once it is settled.
+    next: Ticket | None = None
     future: AppendFuture | None = None
     waiter: asyncio.Future[int] | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -103,26 +112,67 @@ class Ticket:
         self.started_s = started_s
 
 
-def settle(tickets: Sequence[Ticket], error: LowwaterError | None, futures: list[Ticket]) -> None:
-    """Settle the appends: wake threads and coroutines, and add to `futures` those with futures to resolve.
-    Harmless when an interrupt had it done by half and it is done again."""
+def settle(
+    tickets: Sequence[Ticket],
+    error: LowwaterError | None,
+    futures: list[Ticket],
+    *,
+    all_at_once: bool = False,
+) -> Settled:
+    """With the log's lock held, settle the appends, and add to `futures` those with futures to resolve. Says
+    whom to wake. Where an interrupt had it done by half and it is done again, all have to be woken at once:
+    some may have left since, and some have woken another already."""
+    sleepers: list[Ticket] = []
     by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
     for ticket in tickets:
         ticket.error = error
         ticket.done = True
-        turn = ticket.turn
-        if turn is not None:
-            if turn.locked():
-                turn.release()
+        if ticket.turn is not None:
+            # A leader is awake, and may not be so for others.
+            if not ticket.leads:
+                sleepers.append(ticket)
         elif ticket.future is not None:
             futures.append(ticket)
         elif ticket.loop is not None:
             by_loop.setdefault(ticket.loop, []).append(ticket)
-    for loop, mine in by_loop.items():
+    if not all_at_once:
+        for ticket, other in zip(sleepers, sleepers[WOKEN_AT_ONCE:], strict=False):
+            ticket.next = other
+        del sleepers[WOKEN_AT_ONCE:]
+    return Settled(sleepers, by_loop)
+
+
+class Settled(NamedTuple):
+    """Who waits for appends that are settled, and is not told by another."""
+
+    sleepers: list[Ticket]
+    by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]]
+
+    def wake(self) -> None:
+        """Wake threads and coroutines. Without the lock, and harmless when it is done again."""
+        for ticket in self.sleepers:
+            _wake_thread(ticket)
+        for loop, mine in self.by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_resolve_coroutines, mine)
+            except RuntimeError:
+                pass  # the loop was closed: nobody waits there any more
+
+
+def wake_next(ticket: Ticket) -> None:
+    """By the thread of a settled append, before anything else: wake the one that waits for that."""
+    other = ticket.next
+    if other is not None:
+        _wake_thread(other)
+
+
+def _wake_thread(ticket: Ticket) -> None:
+    turn = ticket.turn
+    if turn is not None:
         try:
-            loop.call_soon_threadsafe(_resolve_coroutines, mine)
+            turn.release()
         except RuntimeError:
-            pass  # the loop was closed: nobody waits there any more
+            pass  # it was woken before
 
 
 def again(error: LowwaterError) -> LowwaterError:

@@ -18,6 +18,7 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.workload import Machine
+from lowwater.engine import tickets
 from lowwater.engine.chain import settings_entry
 from lowwater.engine.directory import CURRENT
 from lowwater.engine.entries import Delete, Put
@@ -157,6 +158,49 @@ def test_many_threads_get_seqs_that_are_each_their_own(tmp_path: Path) -> None:
         assert [entries[seq].key for seq in mine] == [f"{thread}/{n}" for n in range(200)]  # type: ignore[attr-defined]
     assert len(entries) == 1601
     assert list(log.check()) == []
+    log.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 3, tickets.WOKEN_AT_ONCE])
+def test_threads_that_wait_wake_one_another(
+    at_once: int, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "WOKEN_AT_ONCE", at_once)
+    log = disk.open()
+    disk.stall()
+    leader = in_thread(lambda: log.append(put()))
+    disk.stuck.wait()
+    others = [in_thread(lambda: log.append(put())) for _ in range(30)]
+    until(lambda: log.seq_last == 32)
+    disk.gate.set()
+    seqs = [each.result(timeout=60) for each in (leader, *others)]
+    assert sorted(seqs) == list(range(2, 33))  # type: ignore[type-var]
+    log.close()
+
+
+def test_who_is_interrupted_before_it_wakes_another_does_so_when_it_leaves(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "WOKEN_AT_ONCE", 1)
+    log = disk.open()
+    disk.stall()
+    leader = in_thread(lambda: log.append(put()))
+    disk.stuck.wait()
+    others = [in_thread(lambda: log.append(put())) for _ in range(10)]
+    until(lambda: log.seq_last == 12)
+    interrupted: list[tickets.Ticket] = []
+
+    def wake_next(ticket: tickets.Ticket) -> None:
+        if ticket.next is not None and not interrupted:
+            interrupted.append(ticket)
+            raise KeyboardInterrupt
+        tickets.wake_next(ticket)
+
+    monkeypatch.setattr("lowwater.engine.wal.wake_next", wake_next)
+    disk.gate.set()
+    assert leader.result(timeout=60) == 2
+    errors = [each.exception(timeout=60) for each in others]
+    assert [type(error) for error in errors if error is not None] == [KeyboardInterrupt]
     log.close()
 
 
@@ -415,10 +459,12 @@ def test_an_append_that_meets_a_close_is_durable_or_refused(round_: int, tmp_pat
 
 CTRL_C = """
 import ctypes, random, sys, threading
+from lowwater.engine import tickets
 from lowwater.engine.entries import Put
 from lowwater.engine.log import Log, LogOptions
 from lowwater.errors import LowwaterError
 
+tickets.WOKEN_AT_ONCE = 2
 rng = random.Random(int(sys.argv[2]))
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 interrupted = poisoned = 0
@@ -431,10 +477,10 @@ for round_ in range(40):
                 promised.append(log.append(Put("b", "k", bytes(rng.randrange(1000)))))
         except (KeyboardInterrupt, LowwaterError):
             pass
-    threads = [threading.Thread(target=append) for _ in range(4)]
+    threads = [threading.Thread(target=append) for _ in range(int(sys.argv[3]))]
     for thread in threads:
         thread.start()
-    victim = threads[round_ % 4]
+    victim = threads[round_ % len(threads)]
     while len(promised) < rng.randrange(50):
         pass
     interrupted += raise_in(ctypes.c_ulong(victim.ident), ctypes.py_object(KeyboardInterrupt))
@@ -454,11 +500,11 @@ print("interrupted", interrupted, "poisoned", poisoned)
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_ctrl_c_in_an_appending_thread_leaves_nobody_waiting(seed: int, tmp_path: Path) -> None:
-    """It can come while the thread leads, waits, or was just given the lead."""
+@pytest.mark.parametrize(("seed", "threads"), [(1, 4), (2, 4), (3, 16)])
+def test_ctrl_c_in_an_appending_thread_leaves_nobody_waiting(seed: int, threads: int, tmp_path: Path) -> None:
+    """It can come while the thread leads, waits, was just given the lead, or has to wake another."""
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", CTRL_C, str(tmp_path / "log"), str(seed)],
+        [sys.executable, "-X", "faulthandler", "-c", CTRL_C, str(tmp_path / "log"), str(seed), str(threads)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
