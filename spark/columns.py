@@ -103,7 +103,7 @@ class Batch:
         self.base = base
         self.segment_first = segment_first
         self.flags = frames.fixed["flags"]
-        if frames.has_groups:
+        if frames.flags_seen & (Flag.REFUSED | Flag.VALUE_REF):
             self._check_values()
 
     def _check_values(self) -> None:
@@ -127,7 +127,7 @@ class Batch:
 
     def having(self, flag: Flag) -> _Places:
         """The places of the frames with a flag."""
-        return np.flatnonzero(self.flags & int(flag)) if self.frames.has_groups else _NOWHERE
+        return np.flatnonzero(self.flags & int(flag)) if self.frames.flags_seen & flag else _NOWHERE
 
     def __len__(self) -> int:
         return len(self.frames.positions)

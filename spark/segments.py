@@ -29,16 +29,19 @@ from lowwater.errors import Corrupt, DataError, InvalidConfig, LowwaterError, Ne
 from lowwater.spark.columns import COLUMNS, Batch, arrow_schema
 from lowwater.spark.plan import Part, Piece, Place, open_place
 from lowwater.tiering.fetcher import HINT, Fetcher
-from lowwater.tiering.remote_segment import STRETCH_FRAMES, RemoteSegment
+from lowwater.tiering.remote_segment import RemoteSegment
 
 BATCH_BYTES = 2**21
 # One request to the store: so much is in memory, besides a batch. A folder answers at once, and what stays in
 # the processor's cache is up to 1.7 times as fast to decompress and decode; other stores take milliseconds.
 READ_BYTES = 2**23
 READ_BYTES_OF_FOLDER = 2**20
+# Positions are looked at in stretches of so many frames: 1 MiB of them.
+STRETCH_FRAMES = 2**18
 # Of a piece that is not longer than this all is read: a search for its first frame costs as much.
 SEARCH_BYTES_MIN = 2**22
 
+_NO_BOUNDS: Int64 = np.empty(0, np.int64)
 _DATA_KINDS = [int(kind) for kind in Kind if kind < Kind.APPEND]
 
 
@@ -181,36 +184,62 @@ class _PieceReader:
     # ------------------------------------------------------------------ all frames
 
     def _scan(self, first: int, stop: int) -> Iterator[Batch]:
+        """The frames from `first` to below `stop`.
+
+        Of a whole segment the footer only tells where they are, unverified: they follow one another from the
+        header to the end of the body, so where the first one begins after the header, each where the one
+        before it ends, and the last one ends with the body, all of them are found. Where they are not, and
+        where a piece begins or ends in between, the footer's hash says whether the footer is right."""
         descriptor = self._piece.segment
         body = _Body(self._segment, READ_BYTES_OF_FOLDER if self._in_folder else READ_BYTES)
         seq_before, time_before = descriptor.first - 1, descriptor.time_min_us
         limit = self._position(stop)
+        reached = format.HEADER_BYTES if first == 0 and stop == descriptor.frame_count else None
+        # Where the frames begin from `first` on, and where the last of them ends.
+        bounds = _NO_BOUNDS
         while first < stop:
-            last = min(first + STRETCH_FRAMES, stop)
-            stretch = self._segment.positions(first, last)
-            positions = np.frombuffer(stretch, np.uint32).astype(np.int64)
-            bounds = np.append(positions, self._position(last))
-            if bool((bounds[1:] <= bounds[:-1]).any()):
-                raise Corrupt("the positions in the footer do not rise", offset=descriptor.body_bytes)
-            at = 0
-            while at < len(positions):
-                until = int(np.searchsorted(bounds, bounds[at] + BATCH_BYTES, side="right")) - 1
-                until = min(max(until, at + 1), len(positions))
-                start, end = int(bounds[at]), int(bounds[until])
+            start = descriptor.body_bytes
+            try:
+                if len(bounds) < 2:
+                    bounds = self._bounds(first, min(first + STRETCH_FRAMES, stop), reached)
+                start = int(bounds[0])
+                count = max(int(np.searchsorted(bounds, start + BATCH_BYTES, side="right")) - 1, 1)
+                end = int(bounds[count])
                 base, data = body.read(start, end, limit)
-                try:
-                    frames = Frames(data, positions[at:until] - base, end - base)
-                    self._check_order(frames, seq_before, time_before)
-                    if self._deep:
-                        _check_deeply(frames)
-                except (Corrupt, NewerVersion) as error:
-                    error.offset = start if error.offset is None else error.offset
-                    raise
-                seq_before = int(frames.fixed["seq"][-1])
-                time_before = int(frames.fixed["time_us"][-1])
-                yield self._selected(frames, base)
-                at = until
-            first = last
+                frames = Frames(data, bounds[:count] - base, end - base)
+                self._check_order(frames, seq_before, time_before)
+                if self._deep:
+                    _check_deeply(frames)
+            except (Corrupt, NewerVersion) as error:
+                if reached is not None:
+                    reached, bounds = None, _NO_BOUNDS
+                    continue
+                error.offset = start if error.offset is None else error.offset
+                raise
+            seq_before = int(frames.fixed["seq"][-1])
+            time_before = int(frames.fixed["time_us"][-1])
+            yield self._selected(frames, base)
+            first, bounds = first + count, bounds[count:]
+            reached = None if reached is None else end
+
+    def _bounds(self, first: int, last: int, reached: int | None) -> Int64:
+        """Where the frames from `first` to below `last` begin, and the last one ends: as the footer tells
+        where it is known where the first one begins, else verified."""
+        segment, descriptor = self._segment, self._piece.segment
+        if reached is None:
+            bounds = np.append(np.frombuffer(segment.positions(first, last), np.uint32), self._position(last))
+        elif last < descriptor.frame_count:
+            bounds = np.frombuffer(segment.positions_told(first, last + 1), np.uint32)
+        else:
+            told = np.frombuffer(segment.positions_told(first, last), np.uint32)
+            bounds = np.append(told, descriptor.body_bytes)
+        bounds = bounds.astype(np.int64)
+        if bool((bounds[1:] <= bounds[:-1]).any()) or int(bounds[0]) != (reached or int(bounds[0])):
+            raise Corrupt(
+                "the positions in the footer are not those of frames that follow one another",
+                offset=descriptor.body_bytes,
+            )
+        return bounds
 
     def _position(self, frame: int) -> int:
         """Where a frame begins, or the body ends."""

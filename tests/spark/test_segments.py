@@ -19,6 +19,7 @@ from lowwater.spark import segments
 from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS
 from lowwater.spark.plan import EVERYTHING, Part, Pinned, Selection, Verify, creation_of, parts, pin
 from lowwater.spark.segments import raw_batches
+from lowwater.tiering.remote_segment import RemoteSegment
 
 WITHOUT_PLACE = [name for name in COLUMNS if name not in ("segment", "position", "frame_length", "payload")]
 
@@ -387,3 +388,99 @@ def test_memory_is_bounded_by_the_batch(tmp_path: Path, monkeypatch: pytest.Monk
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * 2**20
+
+
+# ---------------------------------------------------------------------------- positions
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Pinned:
+    """An archive of one segment, raw, so that a flipped byte is found by hashes alone."""
+    folder = tmp_path_factory.mktemp("positions")
+    with lowwater.open(
+        folder / "data", tier=str(folder / "archive"), config={"wal": {"compression": "none"}}
+    ) as db:
+        db.create_bucket("b")
+        db.put_many("b", [(f"k{number}", b"value" * (number % 50)) for number in range(3000)])
+        db.ship()
+    return pin(str(folder / "archive"))
+
+
+def whole(pinned: Pinned, columns: Sequence[str], verify: Verify = "strict") -> list[dict[str, Any]]:
+    segments._fetchers.clear()
+    return rows_in(parts(pinned, verify=verify), columns)
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("verify", ["strict", "deep"])
+def test_positions_that_are_told_wrong_give_no_other_rows(large: Pinned, verify: Verify) -> None:
+    """The footer of a segment that is read as a whole is believed only where the frames agree."""
+    expected = whole(large, WITHOUT_PLACE)
+    assert len(expected) > 3000
+    (segment,) = large.segments
+    path = Path(large.place.uri.removeprefix("file://")) / large.name_of(segment)
+    data = path.read_bytes()
+    draw = random.Random("positions")
+    start = format.align_footer(segment.body_bytes)
+    for frame in (0, 1, segment.frame_count - 1, *draw.sample(range(segment.frame_count), 9)):
+        place = start + 4 * frame + draw.randrange(4)
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :])
+        with pytest.raises(Corrupt, match="footer's hash") as caught:
+            whole(large, WITHOUT_PLACE, verify)
+        assert caught.value.path == f"file://{path}"
+        assert "scrub" in caught.value.hint
+    path.write_bytes(data)
+    assert whole(large, WITHOUT_PLACE, verify) == expected
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("shift", [-1, 1, 2**31])
+def test_positions_that_were_damaged_on_the_way_heal(
+    large: Pinned, monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    """What is wrong is asked for again, and then it is verified."""
+    expected = whole(large, WITHOUT_PLACE)
+    told = RemoteSegment.positions_told
+
+    def damaged(self: RemoteSegment, first: int, last: int) -> bytes:
+        numbers = bytearray(told(self, first, last))
+        if last > 2000:
+            (number,) = format.U32.unpack_from(numbers)
+            format.U32.pack_into(numbers, 0, (number + shift) % 2**32)
+        return bytes(numbers)
+
+    monkeypatch.setattr(RemoteSegment, "positions_told", damaged)
+    assert whole(large, WITHOUT_PLACE) == expected
+
+
+def test_a_whole_segment_is_read_without_the_index_of_its_keys(
+    large: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thirds of a footer are of no use to who reads all frames."""
+    (segment,) = large.segments
+    fetched: list[range] = []
+    whole(large, ["seq"])
+    fetcher = segments.fetcher_of(large.place)
+    plain = fetcher._request
+    monkeypatch.setattr(fetcher, "_request", lambda *call: fetched.append(range(*call[2:])) or plain(*call))
+    fetcher.forget(large.name_of(segment), segment.size)
+    monkeypatch.setattr("lowwater.tiering.remote_segment.TAIL_BYTES", 4096)
+    rows_in(parts(large), ["seq"])
+    footer = segment.size - segment.body_bytes
+    assert sum(len(each) for each in fetched if each.start >= segment.body_bytes) < footer
+
+
+def test_a_key_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
+    """Beside keys that are only ASCII, which are not looked at one by one."""
+    from lowwater.engine.log import Log
+
+    for name, keys in (("bad", [b"k", b"\xff"]), ("split", [b"\xc3", b"\xbc"])):
+        with Log.open(str(tmp_path / name)) as log:
+            frames = [
+                format.encode_payload(3 + place, b"b", key, b"", b"v", time_us=0)
+                for place, key in enumerate(keys)
+            ]
+            log.append_payloads(frames, trusted=True)
+            log.seal()
+        with pytest.raises(Corrupt, match="UTF-8"):
+            read(pin(str(tmp_path / name)), ["key"])
