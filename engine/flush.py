@@ -65,7 +65,7 @@ PARTS_MAX = 32
 # How many changed keys are sorted, and merged, and sessions encoded, before others may run.
 SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
-LET_GO_AT_ONCE = 1024
+LET_GO_AT_ONCE = 256
 SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
@@ -125,7 +125,7 @@ class Flusher:
         self._state = state
         self.aside = aside
         self._measured = measured
-        self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 8))
+        self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 2))
         self.identity = identity
         self._make_durable = make_durable
         # Pages of ranges that were divided before there was anything in the store.

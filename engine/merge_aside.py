@@ -29,8 +29,8 @@ BYTES_SHARE = 8
 BYTES_MAX = 32 * 2**20
 BYTES_MIN = 2 * 2**20
 # How many records and pages are handed over before others may run, which costs a wait for the interpreter.
-RECORDS_AT_ONCE = 2048
-PAGES_AT_ONCE = 32
+RECORDS_AT_ONCE = 512
+PAGES_AT_ONCE = 16
 
 
 class Merger(Protocol):

@@ -258,7 +258,7 @@ def read_answer(
             key_before = key
         at += key_size
         data_at += data_size
-        if number % 16 == 15:
+        if number % 4 == 3:
             yield None
     if part is not None:
         yield part

@@ -21,6 +21,9 @@ from lowwater.engine.seams import Step, SyncMode, write_in_turn
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
+# How long background steps run, one after the other, before others get the interpreter: about as long as a
+# small write takes the disk, for which a writer does without it. Going to sleep and waking takes as long again.
+TURN_S = 1e-4
 # To write and sync in one call, where the system knows how.
 WRITE_SYNC_FLAGS: dict[SyncMode, int] = (
     {"fdatasync": os.RWF_DSYNC, "fsync": os.RWF_SYNC} if hasattr(os, "RWF_DSYNC") else {}
@@ -70,14 +73,19 @@ class ThreadTask:
         self._thread.start()
 
     def _run(self) -> None:
+        now_s = time.thread_time
         try:
+            began_s = now_s()
             while not self._stopping:
                 delay = self._step()
-                if delay == 0:
-                    time.sleep(0)  # let a thread run that waits for the interpreter
-                else:
+                if delay != 0:
                     self._wake.wait(delay)
                     self._wake.clear()
+                elif now_s() - began_s < TURN_S:
+                    continue
+                else:
+                    time.sleep(0)  # let a thread run that waits for the interpreter
+                began_s = now_s()
         except BaseException as error:
             self.error = error
             raise
