@@ -71,8 +71,11 @@ SESSIONS_AT_ONCE = 16
 CHANGES_MAX = 16_384
 META_KEY = b"state"
 META_VERSION = 4
-# Memory goes back to the system after flushes that have freed so much, or an eighth of the pool.
+# Memory goes back to the system after flushes that have freed so much, or a share of the pool: a smaller one
+# where few changes are left, so that it is not wanted for the next ones.
 TRIM_AFTER_BYTES_MIN = 8 * 2**20
+TRIM_SHARE = 2
+TRIM_SHARE_AT_REST = 8
 # Of the pool, what changes may take before they are flushed; pages and objects have the rest.
 FLUSH_ABOVE = 0.6
 
@@ -125,7 +128,10 @@ class Flusher:
         self._state = state
         self.aside = aside
         self._measured = measured
-        self._trimmer = Trimmer(max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // 2))
+        self._trimmer = Trimmer(
+            max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // TRIM_SHARE),
+            max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // TRIM_SHARE_AT_REST),
+        )
         self.identity = identity
         self._make_durable = make_durable
         # Pages of ranges that were divided before there was anything in the store.
@@ -291,6 +297,8 @@ class Flusher:
     def _rest(self) -> None:
         if self.aside is not None:
             self.aside.rest()
+        if self._state.dirty_bytes < self.flush_above_bytes // 2:
+            self._trimmer.rest()
 
     # ------------------------------------------------------------------ pages that are away
 

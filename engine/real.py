@@ -21,8 +21,8 @@ from lowwater.engine.seams import Step, SyncMode, write_in_turn
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
-# How long background steps run, one after the other, before others get the interpreter: about as long as a
-# small write takes the disk, for which a writer does without it. Going to sleep and waking takes as long again.
+# How long background steps run, one after the other, before others get the interpreter: about as long as the
+# disk takes for a small write, when a writer does without it. To sleep and wake takes almost as long again.
 TURN_S = 1e-4
 # To write and sync in one call, where the system knows how.
 WRITE_SYNC_FLAGS: dict[SyncMode, int] = (

@@ -109,14 +109,21 @@ def test_ready_objects_count_for_what_they_take() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not this C library")
 def test_memory_is_given_back_when_enough_was_freed() -> None:
     """Each call costs milliseconds: so not after every flush."""
-    trimmer = Trimmer(100)
+    trimmer = Trimmer(100, 40)
     for _ in range(3):
         trimmer.freed(30)
     assert trimmer.trims == 0
     trimmer.freed(30)
     assert trimmer.trims == 1
-    trimmer.freed(99)
+    trimmer.freed(39)
+    trimmer.rest()
     assert trimmer.trims == 1
+    trimmer.freed(1)
+    trimmer.rest()
+    trimmer.rest()
+    assert trimmer.trims == 2
+    trimmer.freed(99)
+    assert trimmer.trims == 2
 
 
 @pytest.mark.parametrize("library", [object(), None], ids=["another one", "none"])
@@ -131,7 +138,7 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, librar
     monkeypatch.setattr(ctypes, "CDLL", load)
     _malloc_trim.cache_clear()
     try:
-        trimmer = Trimmer(1)
+        trimmer = Trimmer(1, 1)
         trimmer.freed(2)
         assert trimmer.trims == 0
     finally:
