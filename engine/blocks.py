@@ -259,14 +259,21 @@ def encode_list(blocks: Sequence[Listed]) -> bytes:
     )
 
 
+ListColumns = tuple[list[bytes], list[bytes], "array[int]", "array[int]"]
+"""What lists of blocks say, a column each: keys, hashes, numbers of rows, and sizes."""
+
+
 def decode_list(data: bytes, expected: bytes) -> list[Listed]:
+    return made_of(Listed, *list_columns(data, expected))
+
+
+def list_columns(data: bytes, expected: bytes) -> ListColumns:
     _verify(data, LIST_MAGIC, "list of blocks", LIST.size, expected)
     count, key_bytes = LIST.unpack_from(data)[3:]
     rows_at = LIST.size + HASH_BYTES * count
     keys_at = rows_at + 12 * count
     require_sizes(data, keys_at + key_bytes, "list of blocks")
-    return made_of(
-        Listed,
+    return (
         cut(data[keys_at:], numbers_at("I", data, rows_at + 8 * count, count), "list of blocks"),
         hashes_at(data, LIST.size, count),
         numbers_at("I", data, rows_at, count),
@@ -313,7 +320,15 @@ def encode_locations(locations: Sequence[Location]) -> bytes:
     )
 
 
+LocationColumns = tuple[list[bytes], "array[int]", list[bytes], "array[int]"]
+"""Where blocks lie, a column each, as in a `Location`."""
+
+
 def decode_locations(data: bytes, expected: bytes) -> list[Location]:
+    return made_of(Location, *location_columns(data, expected))
+
+
+def location_columns(data: bytes, expected: bytes) -> LocationColumns:
     _verify(data, LOCATIONS_MAGIC, "list of locations", LOCATIONS.size, expected)
     count, pack_count = LOCATIONS.unpack_from(data)[3:]
     places_at = LOCATIONS.size + HASH_BYTES * pack_count
@@ -321,15 +336,18 @@ def decode_locations(data: bytes, expected: bytes) -> list[Location]:
     require_sizes(data, numbers_begin + 12 * count, "list of locations")
     packs = hashes_at(data, LOCATIONS.size, pack_count)
     numbers = numbers_at("I", data, numbers_begin, count)
-    if any(number >= pack_count for number in numbers):
+    if max(numbers, default=-1) >= pack_count:
         raise Corrupt("a list of locations names a pack that it does not have", hint=HINT)
-    return made_of(
-        Location,
+    return (
         [packs[number] for number in numbers],
         numbers_at("I", data, numbers_begin + 4 * count, count),
         hashes_at(data, places_at, count),
         numbers_at("I", data, numbers_begin + 8 * count, count),
     )
+
+
+KnownColumns = tuple[ListColumns, LocationColumns]
+"""Blocks, and where they lie."""
 
 
 def places_hash_of(locations: Sequence[Location]) -> bytes:

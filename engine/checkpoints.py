@@ -23,13 +23,16 @@ from lowwater.engine.blocks import (
     HINT,
     LARGE,
     NO_HASH,
+    KnownColumns,
+    Listed,
+    Location,
     Place,
     Rows,
-    decode_list,
-    decode_locations,
     decode_places,
     decode_rows,
     hash_of,
+    list_columns,
+    location_columns,
     made_of,
 )
 from lowwater.engine.ckpt import (
@@ -141,17 +144,26 @@ class StoredCheckpoint:
 
     def blocks_of(self, entry: ListEntry) -> list[Known]:
         """The blocks of a list, and where they lie."""
+        listed, locations = self.columns_of(entry)
+        return made_of(Known, made_of(Listed, *listed), made_of(Location, *locations))
+
+    def columns_of(self, entry: ListEntry) -> KnownColumns:
+        """The same by columns, which takes a third of the time."""
         with typed_errors(f"{self.packs_directory}/{pack_name(entry.pack)}", "read a pack"):
             data = self.read_packed(entry.pack, entry.offset, entry.list_bytes + entry.locations_bytes)
-            listed = decode_list(data[: entry.list_bytes], entry.list_hash)
-            locations = decode_locations(data[entry.list_bytes :], entry.locations_hash)
-            if len(listed) != len(locations):
+            listed = list_columns(data[: entry.list_bytes], entry.list_hash)
+            locations = location_columns(data[entry.list_bytes :], entry.locations_hash)
+            if len(listed[0]) != len(locations[0]):
                 raise Corrupt("a list of blocks has other locations than blocks", hint=HINT)
-            return made_of(Known, listed, locations)
+            return listed, locations
 
     def blocks(self) -> Iterator[Known]:
         for entry in self.index.lists:
             yield from self.blocks_of(entry)
+
+    def columns(self) -> Iterator[KnownColumns]:
+        """Those of each list, in order."""
+        return map(self.columns_of, self.index.lists)
 
     # ------------------------------------------------------------------ rows
 

@@ -13,24 +13,26 @@ repeats of others stands in blocks too: the same versions, of which one takes th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from operator import lt
 
 from lowwater.engine.away import BlockSource, read_away
+from lowwater.engine.blocks import KnownColumns
 from lowwater.engine.ckpt import Checkpoint
-from lowwater.engine.content import Known
 from lowwater.engine.flush import META_KEY
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import FIRST_KEY
 from lowwater.engine.pages import Boundaries, encode_page
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.references import encode_reference_to, reference_to
+from lowwater.engine.references import decode_reference, encode_references
 from lowwater.engine.replay import INSTALLING_KEY, Meta, encode_meta
 from lowwater.engine.sessions import rows_of_control
 from lowwater.engine.state import LOWEST
 from lowwater.engine.transaction_table import TABLE_KEY, Row, encode_table
 from lowwater.errors import AlreadyExists, Corrupt
 
-# How many references go in one transaction.
+# From how many references on they go in a transaction.
 RUN_REFERENCES = 16384
 
 
@@ -72,7 +74,7 @@ def meta_of_checkpoint(
 def install_references(
     store: PageStore,
     checkpoint: Checkpoint,
-    blocks: Iterable[Known],
+    lists: Iterable[KnownColumns],
     source: BlockSource,
     *,
     salt: bytes,
@@ -81,7 +83,7 @@ def install_references(
     rows: Mapping[bytes, bytes] = {},
 ) -> int:
     """Make the pages of an empty store references to the blocks of a checkpoint: all of them, in order, as
-    `StoredCheckpoint.blocks` has them. `source` is where blocks are read. `rows` go into the store's meta
+    `StoredCheckpoint.columns` has them. `source` is where blocks are read. `rows` go into the store's meta
     with the rest. Returns how many references there are. When it did not return, call it again."""
     _require_room(store, checkpoint)
     meta, transactions = meta_of_checkpoint(
@@ -95,22 +97,22 @@ def install_references(
     puts: list[tuple[bytes, bytes]] = []
     count = 0
     key_before = b""
-    for listed, location in blocks:
-        key = listed.key
-        if key <= key_before:
-            raise Corrupt("the blocks of a checkpoint are out of order", seq=checkpoint.seq)
-        key_before = key
-        if key < FIRST_KEY:
-            reference = reference_to(listed, location, page_seq=page_seq, checkpoint_seq=checkpoint.seq)
-            page = read_away(source, reference, key)
-            key = key if boundaries.is_boundary(key) else LOWEST
-            puts.append((key, encode_page(page, key)))
-        else:
-            puts.append((key, encode_reference_to(listed, location, page_seq, checkpoint.seq)))
-            count += 1
-        if len(puts) == RUN_REFERENCES:
+    for part in lists:
+        if len(puts) >= RUN_REFERENCES:
             store.write(puts, [], mark)
             puts = []
+        keys = part[0][0]
+        if not keys or not all(map(lt, [key_before, *keys], keys)):
+            raise Corrupt("the blocks of a checkpoint are out of order", seq=checkpoint.seq)
+        key_before = keys[-1]
+        references = encode_references(part, page_seq, checkpoint.seq)
+        own = bisect_left(keys, FIRST_KEY)
+        for key, reference in zip(keys[:own], references, strict=False):
+            page = read_away(source, decode_reference(reference, key), key)
+            key = key if boundaries.is_boundary(key) else LOWEST
+            puts.append((key, encode_page(page, key)))
+        puts += zip(keys[own:], references[own:], strict=True)
+        count += len(keys) - own
     table = encode_table({row.txn: row for row in transactions}, set(), meta.redo_seq)
     store.write(
         puts,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from lowwater.engine import format
@@ -21,6 +22,7 @@ from lowwater.engine.blocks import (
     HASH_BYTES,
     LARGE,
     NO_HASH,
+    KnownColumns,
     Listed,
     Location,
     Place,
@@ -100,15 +102,26 @@ def encode_reference(reference: Reference, key: bytes) -> bytes:
     return b"".join((_RECOGNISED, format.U32.pack(_checksum(covered, key)), covered))
 
 
-def encode_reference_to(listed: Listed, location: Location, page_seq: int, checkpoint_seq: int) -> bytes:
-    """The same for a block of a checkpoint, in half the time: a restore makes all of them before the first
-    read."""
-    key, block_hash, row_count, block_bytes = listed
-    pack, offset, places_hash, places_bytes = location
-    covered = COVERED.pack(
-        page_seq, checkpoint_seq, block_hash, pack, places_hash, offset, block_bytes, places_bytes, row_count
-    )
-    return b"".join((_RECOGNISED, format.U32.pack(_checksum(covered, key)), covered))
+def encode_references(blocks: KnownColumns, page_seq: int, checkpoint_seq: int) -> list[bytes]:
+    """The references to these blocks, each under the key of its own, in a fifth of the time: a restore makes
+    all of them before the first read."""
+    (keys, block_hashes, row_counts, block_bytes), (packs, offsets, places_hashes, places_bytes) = blocks
+    covered = [
+        *map(
+            COVERED.pack,
+            repeat(page_seq),
+            repeat(checkpoint_seq),
+            block_hashes,
+            packs,
+            places_hashes,
+            offsets,
+            block_bytes,
+            places_bytes,
+            row_counts,
+        )
+    ]
+    checksums = map(format.U32.pack, map(_checksum, covered, keys))
+    return list(map(b"".join, zip(repeat(_RECOGNISED), checksums, covered)))
 
 
 def is_reference(data: bytes) -> bool:

@@ -122,7 +122,7 @@ def _built(reached: Reached, store: Store, fetcher: Fetcher, seq: int) -> Checkp
             continue
         try:
             # What a restore begins with. That a list is damaged must not end it: the log has everything.
-            for _ in remote.blocks():
+            for _ in remote.columns():
                 pass
         except (DataError, NotFound) as error:
             pass_over(remote.name, error)

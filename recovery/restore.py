@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine import format
-from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.blocks import NO_HASH, KnownColumns
 from lowwater.engine.chain import CLUSTER_ID_BYTES
 from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
@@ -335,11 +335,12 @@ class _Restore:
             assert settings.inline_bytes_max is not None
             total = remote.index.block_count
 
-            def counted() -> Iterator[Any]:
-                for number, block in enumerate(remote.blocks(), 1):
-                    if number % 1024 == 0 or number == total:
-                        self._progress("references", number, total)
-                    yield block
+            def counted() -> Iterator[KnownColumns]:
+                done = 0
+                for part in remote.columns():
+                    done += len(part[0][0])
+                    self._progress("references", done, total)
+                    yield part
 
             count = install_references(
                 pages,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
 
 from lowwater.engine.blocks import HINT as REMOVE_HINT
-from lowwater.engine.blocks import hash_of
+from lowwater.engine.blocks import KnownColumns, hash_of
 from lowwater.engine.catalogue import CheckpointDescriptor
 from lowwater.engine.checkpoints import CheckpointRow, StoredCheckpoint
 from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_named
@@ -100,6 +102,12 @@ class RemoteCheckpoint(StoredCheckpoint):
 
     def blocks(self) -> Iterator[Known]:
         """All of them, in order. Lists that lie behind one another come in one request."""
+        return chain.from_iterable(self._of_each_list(self.blocks_of))
+
+    def columns(self) -> Iterator[KnownColumns]:
+        return self._of_each_list(self.columns_of)
+
+    def _of_each_list(self, read: Callable[[ListEntry], T]) -> Iterator[T]:
         lists = self.index.lists
         loaded: tuple[bytes, int] = (b"", 0)
         for number, entry in enumerate(lists):
@@ -113,7 +121,7 @@ class RemoteCheckpoint(StoredCheckpoint):
                 name, pack_bytes = self._pack(entry.pack)
                 self._fetcher.load(name, pack_bytes, entry.offset, min(until, pack_bytes))
                 loaded = entry.pack, until
-            yield from self._twice(entry.pack, lambda entry=entry: self.blocks_of(entry))  # type: ignore[misc]
+            yield self._twice(entry.pack, partial(read, entry))
 
     def row(self, bucket: bytes, key: bytes) -> CheckpointRow | None:
         """The row of a key, by its list and its block: a request each, where they are not known."""

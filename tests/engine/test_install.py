@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,9 @@ import pytest
 from blake3 import blake3
 from tests.engine.engine_model import Archive, ArchiveDown
 
-from lowwater.engine.blocks import NO_HASH, Listed, Location
+from lowwater.engine.blocks import NO_HASH, KnownColumns
 from lowwater.engine.checkpoints import StoredCheckpoint
 from lowwater.engine.ckpt import Checkpoint
-from lowwater.engine.content import Known
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.install import install_references, meta_of_checkpoint
 from lowwater.engine.lmdb_store import LmdbPages
@@ -38,7 +38,7 @@ def install(db: Any, stored: StoredCheckpoint, store: Any, archive: Archive) -> 
     return install_references(
         store,
         stored.index,
-        stored.blocks(),
+        stored.columns(),
         archive,
         salt=creation.salt,
         page_keys=creation.settings.page_keys,
@@ -204,11 +204,19 @@ def test_a_million_keys_worth_of_references_takes_few_transactions_and_no_block(
     rng = random.Random(1)
     count = 1_000_000 // 64
 
-    def blocks() -> Iterator[Known]:
-        for number in range(count):
-            key = b"\1bk%09d" % (number * 64)
-            listed = Listed(key, blake3(key).digest(), 64, 8000)
-            yield Known(listed, Location(rng.randbytes(32), number * 8000, NO_HASH, 0))
+    def lists() -> Iterator[KnownColumns]:
+        for first in range(0, count, 125):
+            numbers = range(first, first + 125)
+            keys = [b"\1bk%09d" % (number * 64) for number in numbers]
+            listed = (
+                keys,
+                [blake3(key).digest() for key in keys],
+                array("I", [64] * 125),
+                array("I", [8000] * 125),
+            )
+            offsets = array("I", [number * 8000 for number in numbers])
+            packs = [rng.randbytes(32) for _ in numbers]
+            yield listed, (packs, offsets, [NO_HASH] * 125, array("I", [0] * 125))
 
     checkpoint = Checkpoint(
         seq=9,
@@ -234,7 +242,7 @@ def test_a_million_keys_worth_of_references_takes_few_transactions_and_no_block(
 
     store.write = counting  # type: ignore[method-assign]
     given = {"salt": b"salt", "page_keys": 64, "inline_bytes_max": 256}
-    assert install_references(store, checkpoint, blocks(), archive, **given) == count  # type: ignore[arg-type]
+    assert install_references(store, checkpoint, lists(), archive, **given) == count  # type: ignore[arg-type]
     assert writes < 8
     assert archive.reads == 0
     assert sum(1 for _ in store.page_keys()) == count
