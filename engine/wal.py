@@ -262,7 +262,6 @@ class Wal:
             with self.lock:
                 if not ticket.done:
                     self._get_in_line(ticket)
-            # Who settles sets `done` before it looks for a turn: one of the two sees the other.
             self._wait_or_lead(ticket)
         except BaseException:
             self._abandon(ticket)
@@ -309,7 +308,8 @@ class Wal:
             ticket.promoted = True
 
     def _wait_or_lead(self, ticket: Ticket) -> None:
-        if ticket.turn is not None and not ticket.done:
+        if ticket.turn is not None:
+            # Also where it is done already: whom it has to wake may not be known yet.
             ticket.turn.acquire()
         if not ticket.done:
             self._lead(ticket)

@@ -23,6 +23,7 @@ from lowwater.engine.chain import settings_entry
 from lowwater.engine.directory import CURRENT
 from lowwater.engine.entries import Delete, Put
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.wal import Wal
 from lowwater.errors import Busy, Closed, InputError, NotFound
 
 
@@ -201,6 +202,44 @@ def test_who_is_interrupted_before_it_wakes_another_does_so_when_it_leaves(
     assert leader.result(timeout=60) == 2
     errors = [each.exception(timeout=60) for each in others]
     assert [type(error) for error in errors if error is not None] == [KeyboardInterrupt]
+    log.close()
+
+
+def test_who_is_late_to_wait_wakes_another_all_the_same(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its append is done already, and whom it has to wake is still being found out."""
+    monkeypatch.setattr(tickets, "WOKEN_AT_ONCE", 1)
+    log = disk.open()
+    disk.stall()
+    late_seq = 4
+    has_left = threading.Event()
+    wait_or_lead = Wal._wait_or_lead
+
+    def wait_late(wal: Wal, ticket: tickets.Ticket) -> None:
+        if ticket.seq_last == late_seq:
+            until(lambda: ticket.done)
+        wait_or_lead(wal, ticket)
+        if ticket.seq_last == late_seq:
+            has_left.set()
+
+    class SlowLoop(asyncio.SelectorEventLoop):
+        def __hash__(self) -> int:
+            has_left.wait(0.2)
+            return super().__hash__()
+
+    monkeypatch.setattr(Wal, "_wait_or_lead", wait_late)
+    appended = [in_thread(lambda: log.append(put()))]
+    disk.stuck.wait()
+    # The second leads when the first is done; the third is late, and has to wake the fourth.
+    for seq in range(3, 8):
+        appended.append(in_thread(lambda: log.append(put())))
+        until(lambda seq=seq: log.seq_last == seq)  # type: ignore[misc]
+    # Until it is known whose loop this is, nobody is woken.
+    loop = SlowLoop()
+    appended.append(in_thread(lambda: loop.run_until_complete(log.append_async(put()))))
+    until(lambda: log.seq_last == 8)
+    disk.gate.set()
+    assert [each.result(timeout=60) for each in appended] == list(range(2, 9))
+    loop.close()
     log.close()
 
 
