@@ -425,9 +425,8 @@ class Wal:
                     hint="append Put, Delete, …, or what their encode() gives",
                 ) from error
             if alone is not None:
-                piece, chain = alone
-                pieces = [piece]
-                size = len(piece.data) + APPEND_OVERHEAD_BYTES
+                pieces, chain = [alone[0]], alone[1]
+                size = len(pieces[0].data) + APPEND_OVERHEAD_BYTES
             else:
                 if seqs is None:
                     seq_first = self._chain.seq_last + 1
@@ -445,7 +444,7 @@ class Wal:
                 break
             room_needed = size
             # Many threads may wait here, and what each of them encoded is in no queue that is counted.
-            del payloads, pieces
+            del payloads, pieces, alone
         for piece in pieces:
             piece.owner = ticket
         pieces[-1].completes = True
