@@ -206,6 +206,8 @@ def resolve_futures(tickets: Sequence[Ticket], *, reporting: bool = False) -> No
             future.resolve(ticket.seq_last, ticket.error and again(ticket.error))
         except BaseException as error:  # noqa: BLE001 — raised again below
             interrupt = error
+            # Whoever waits for it has to be woken all the same.
+            future.resolve(ticket.seq_last, ticket.error and again(ticket.error))
     if interrupt is None:
         return
     if not reporting:

@@ -336,11 +336,15 @@ class Wal:
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         future = ticket.future = AppendFuture()
-        with self.lock:
-            self._enqueue(build, ticket, timeout_s)
-            wake = self._claim_for_writer()
-        if wake:
-            self._writer.wake()
+        try:
+            with self.lock:
+                self._enqueue(build, ticket, timeout_s)
+                wake = self._claim_for_writer()
+            if wake:
+                self._writer.wake()
+        except BaseException:
+            self._leave_to_writer()
+            raise
         return future
 
     async def append_async(self, build: Build) -> int:
@@ -350,18 +354,22 @@ class Wal:
         ticket = Ticket(self.clock.monotonic())
         ticket.loop = loop
         waiter: asyncio.Future[int] = loop.create_future()
+        ticket.waiter = waiter
         while True:
             room: asyncio.Future[None] | None = None
-            with self.lock:
-                try:
-                    self._enqueue(build, ticket, None)
-                    ticket.waiter = waiter
-                except _QueueFullError:
-                    room = loop.create_future()
-                    self._room_waiters.append((loop, room))
-                wake = self._claim_for_writer()
-            if wake:
-                self._writer.wake()
+            try:
+                with self.lock:
+                    try:
+                        self._enqueue(build, ticket, None)
+                    except _QueueFullError:
+                        room = loop.create_future()
+                        self._room_waiters.append((loop, room))
+                    wake = self._claim_for_writer()
+                if wake:
+                    self._writer.wake()
+            except BaseException:
+                self._leave_to_writer()
+                raise
             if room is None:
                 return await waiter
             await room
@@ -369,19 +377,29 @@ class Wal:
     def enqueue(self, build: Build, *, timeout_s: float | None = None) -> list[Piece]:
         """Append, and return the pieces at once (`ack="memory"`): they are durable after the next sync."""
         self.refuse_forked()
-        with self.lock:
-            pieces = self._enqueue(build, None, timeout_s)
-            if not self._urgent and self._queued_bytes >= self.options.batch_bytes_max:
-                self._urgent = True
-            wake = False
-            if self._urgent or not self.options.sync_interval_ms:
-                wake = self._claim_for_writer()
-            elif self._sync_due_s is None:
-                self._sync_due_s = self.clock.monotonic() + self.options.sync_interval_ms / 1000
-                wake = True
-        if wake:
-            self._writer.wake()
+        try:
+            with self.lock:
+                pieces = self._enqueue(build, None, timeout_s)
+                if not self._urgent and self._queued_bytes >= self.options.batch_bytes_max:
+                    self._urgent = True
+                wake = False
+                if self._urgent or not self.options.sync_interval_ms:
+                    wake = self._claim_for_writer()
+                elif self._sync_due_s is None:
+                    self._sync_due_s = self.clock.monotonic() + self.options.sync_interval_ms / 1000
+                    wake = True
+            if wake:
+                self._writer.wake()
+        except BaseException:
+            self._leave_to_writer()
+            raise
         return pieces
+
+    def _leave_to_writer(self) -> None:
+        """The thread leaves (an error, Ctrl-C), perhaps without having woken the writer thread that it had
+        given the lead, or with entries queued that nobody knows of."""
+        if self._writer_leads or (self._queue and not self._leading):
+            self._writer.wake()
 
     @property
     def is_forked(self) -> bool:

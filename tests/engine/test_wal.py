@@ -346,6 +346,45 @@ def test_a_full_batch_of_memory_acknowledgements_does_not_wait_for_the_interval(
     assert machine.log.seq_durable >= 5
 
 
+def test_who_waits_for_a_future_is_woken_also_where_a_callback_of_it_exits(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    log = disk.open()
+    disk.stall()
+    future = log.submit(put())
+    disk.stuck.wait()
+    waiting = in_thread(future.result)
+    until(lambda: bool(future._sleepers))  # type: ignore[attr-defined]
+    future.add_done_callback(lambda _: sys.exit())
+    disk.gate.set()
+    assert waiting.result(timeout=60) == 2
+    log.close()
+
+
+@pytest.mark.parametrize("way", ["submit", "memory"])
+def test_who_is_interrupted_before_it_wakes_the_writer_does_so_when_it_leaves(
+    way: str, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = disk.open()
+    writer = log._wal._writer
+    wake = writer.wake
+    wakes: list[int] = []
+
+    def interrupted() -> None:
+        wakes.append(1)
+        if len(wakes) == 1:
+            raise KeyboardInterrupt
+        wake()
+
+    monkeypatch.setattr(writer, "wake", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        log.submit(put()) if way == "submit" else log.append(put(), ack="memory")
+    # It was given the lead: nobody else wakes it.
+    assert log.submit(put()).result(timeout=60) == 3
+    log.close()
+
+
 @pytest.mark.parametrize("raised", [SystemExit(1), asyncio.CancelledError(), ValueError("no")])
 def test_the_writer_outlives_what_a_callback_raises(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, raised: BaseException
