@@ -138,6 +138,10 @@ class Boundaries:
         self._hasher = blake3(key=blake3(salt).digest())
         self._threshold = 2**64 // page_keys
 
+    def __reduce__(self) -> tuple[type[Boundaries], tuple[bytes, int]]:
+        # Spark's tasks get them, and a hasher cannot be sent.
+        return Boundaries, (self.salt, self.page_keys)
+
     def is_boundary(self, encoded: bytes) -> bool:
         digest = self._hasher.copy().update(encoded[:PAGE_KEY_BYTES]).digest(8)
         return int.from_bytes(digest, "little") < self._threshold

