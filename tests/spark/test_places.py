@@ -35,7 +35,8 @@ TOOLS = ("bash", "cat", "dirname", "env", "ls", "nice", "rm", "sh", "uname")
 # done with a worker before that had said good-bye; it may be ended in the middle of that.
 NOISE = re.compile(
     r"WARNING: Using incubator modules: jdk.incubator.vector\n"
-    r"|Traceback \(most recent call last\):\n(  File \"[^\"]*pyspark/daemon.py\".*\n)*(BrokenPipeError: .*\n|\Z)"
+    r"|Traceback \(most recent call last\):\n(  File \"[^\"]*pyspark/daemon.py\".*\n)*"
+    r"(BrokenPipeError: .*\n|\Z)"
 )
 
 ASK = """
