@@ -240,7 +240,12 @@ class Reading(Core):
                 raise VersionGone(
                     f"seq {seq} was not written yet", seq=seq, hint=f"the last one is {state.applied}"
                 )
-            self._wait_applied(seq, timeout_s)
+            # What comes above it before this thread runs again takes nothing of it away.
+            state.pin(seq)
+            try:
+                self._wait_applied(seq, timeout_s)
+            finally:
+                state.unpin(seq)
         if seq < state.floor:
             raise VersionGone(f"versions below {state.floor} were dropped", seq=seq)
         if seq < state.pages_from:

@@ -189,6 +189,27 @@ def test_a_read_waits_until_its_seq_is_applied(tmp_path: Path) -> None:
             assert (results[0].seq, results[0].value) == (seq + n, b"%d" % n)
 
 
+def test_a_read_that_waited_is_given_its_seq_however_late_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lowwater.open(tmp_path / "data") as db:
+        db.create_bucket("b")
+        seq = db.put("b", "k", b"0")
+        waiting = [in_thread(lambda at=seq + n: db.get("b", "k", at, wait_s=60)) for n in (1, 2, 3)]
+        until_waiting(db, 3)
+        with monkeypatch.context() as late:
+            late.setattr(db._applied_more, "notify_all", lambda: None)
+            for n in range(1, 6):
+                db.put("b", "k", b"%d" % n)
+            db.flush()
+        db.put("b", "k", b"the last")
+        for n, (thread, results) in zip((1, 2, 3), waiting, strict=True):
+            thread.join()
+            assert (results[0].seq, results[0].value) == (seq + n, b"%d" % n)
+        assert not db._state._pins, "nobody waits any more"
+        assert not db._state.keeps_older
+
+
 def test_a_fed_engine_lets_readers_wait(tmp_path: Path) -> None:
     """What a session reads after its own write, on another replica."""
     with Engine(tmp_path / "data") as engine:
