@@ -244,8 +244,10 @@ class Reading(Core):
             state.pin(seq)
             try:
                 self._wait_applied(seq, timeout_s)
-            finally:
+            except BaseException:
                 state.unpin(seq)
+                raise
+            return seq
         if seq < state.floor:
             raise VersionGone(f"versions below {state.floor} were dropped", seq=seq)
         if seq < state.pages_from:
