@@ -188,7 +188,9 @@ def test_a_segment_can_be_opened_at_any_moment_of_its_sealing() -> None:
     appending.start()
     renamed.wait()
     stuck.wait()
-    assert seqs_of(log.read()) == [1, 2, 3, 4, 5, 6]
+    # The sixth lies in the next segment: it may be durable by then.
+    seqs = seqs_of(log.read())
+    assert seqs in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     gate.set()
     appending.join()
     log.close()
