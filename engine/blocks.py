@@ -263,10 +263,6 @@ ListColumns = tuple[list[bytes], list[bytes], "array[int]", "array[int]"]
 """What lists of blocks say, a column each: keys, hashes, numbers of rows, and sizes."""
 
 
-def decode_list(data: bytes, expected: bytes) -> list[Listed]:
-    return made_of(Listed, *list_columns(data, expected))
-
-
 def list_columns(data: bytes, expected: bytes) -> ListColumns:
     _verify(data, LIST_MAGIC, "list of blocks", LIST.size, expected)
     count, key_bytes = LIST.unpack_from(data)[3:]
@@ -322,10 +318,6 @@ def encode_locations(locations: Sequence[Location]) -> bytes:
 
 LocationColumns = tuple[list[bytes], "array[int]", list[bytes], "array[int]"]
 """Where blocks lie, a column each, as in a `Location`."""
-
-
-def decode_locations(data: bytes, expected: bytes) -> list[Location]:
-    return made_of(Location, *location_columns(data, expected))
 
 
 def location_columns(data: bytes, expected: bytes) -> LocationColumns:

@@ -32,7 +32,7 @@ from lowwater.engine.state import LOWEST
 from lowwater.engine.transaction_table import TABLE_KEY, Row, encode_table
 from lowwater.errors import AlreadyExists, Corrupt
 
-# From how many references on they go in a transaction.
+# So many references, or up to a list more, go in one transaction.
 RUN_REFERENCES = 16384
 
 

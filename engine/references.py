@@ -103,8 +103,8 @@ def encode_reference(reference: Reference, key: bytes) -> bytes:
 
 
 def encode_references(blocks: KnownColumns, page_seq: int, checkpoint_seq: int) -> list[bytes]:
-    """The references to these blocks, each under the key of its own, in a fifth of the time: a restore makes
-    all of them before the first read."""
+    """The references to these blocks, each under its own key, in a third of the time: a restore makes all of
+    them before the first read."""
     (keys, block_hashes, row_counts, block_bytes), (packs, offsets, places_hashes, places_bytes) = blocks
     covered = [
         *map(

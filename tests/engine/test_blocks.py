@@ -21,8 +21,6 @@ from lowwater.engine.blocks import (
     Listed,
     Location,
     Rows,
-    decode_list,
-    decode_locations,
     decode_places,
     decode_rows,
     encode_list,
@@ -30,6 +28,9 @@ from lowwater.engine.blocks import (
     encode_places,
     encode_rows,
     hash_of,
+    list_columns,
+    location_columns,
+    made_of,
 )
 from lowwater.engine.ckpt import (
     Checkpoint,
@@ -140,9 +141,9 @@ def test_the_document_adds_up_to_the_sizes_of_what_is_written() -> None:
 def decoded(name: str, data: bytes, expected: bytes) -> Any:
     decode: dict[str, Callable[[bytes, bytes], Any]] = {
         "rows": decode_rows,
-        "list": decode_list,
+        "list": lambda data, expected: made_of(Listed, *list_columns(data, expected)),
         "places": decode_places,
-        "locations": decode_locations,
+        "locations": lambda data, expected: made_of(Location, *location_columns(data, expected)),
         "index": lambda data, _: decode_checkpoint(data),
     }
     return decode[name](data, expected)

@@ -168,9 +168,8 @@ def test_a_clone_ships_to_a_prefix_of_its_own_and_its_parent_has_its_history(bac
     ship(db, place)
 
 
-def test_it_remembers_where_it_ships_to() -> None:
-    """What was purged is nowhere else. Its parent's archive is not taken for its own."""
-    world = World()
+def shipped_clone(world: World) -> Copy:
+    """A clone of the archive at memory://a that has written and shipped to memory://b, and is closed."""
     parent_in(world)
     copy = Copy(world, "memory://a", 1)
     copy.restore(clone=True)
@@ -178,6 +177,13 @@ def test_it_remembers_where_it_ships_to() -> None:
     write(clone, "own")
     ship(clone, copy.place)
     clone.close()
+    return copy
+
+
+def test_it_remembers_where_it_ships_to() -> None:
+    """What was purged is nowhere else. Its parent's archive is not taken for its own."""
+    world = World()
+    copy = shipped_clone(world)
     origin = read_origin(copy.place.files, "to")
     assert origin is not None
     assert origin.ships_to == "memory://b"
@@ -239,13 +245,7 @@ class Stopping(MemoryStore):
 def test_without_the_parent_it_is_said_what_is_missing() -> None:
     """Neither an absence nor a segment that somebody has removed."""
     world = World()
-    parent_in(world)
-    copy = Copy(world, "memory://a", 1)
-    copy.restore(clone=True)
-    clone = copy.open("memory://b")
-    write(clone, "own")
-    ship(clone, copy.place)
-    clone.close()
+    shipped_clone(world)
     for objects, message in ((MemoryObjects(), "there is no archive"), (other_archive(), "of the cluster")):
         world.objects["memory://a"] = objects
         with pytest.raises(Corrupt, match="memory://a") as caught:
