@@ -27,6 +27,12 @@ check: .venv/dev ## formatting, lint, types, import contracts and the fast tests
 test: .venv/dev ## all tests, then those that need Docker
 	@echo "test: all tests, the slow ones too"
 	@$(BIN)/pytest -q -n 2
+	@if $(BIN)/python -c 'import sys; from lowwater.engine.fast import IS_COMPILED; sys.exit(not IS_COMPILED)'; then \
+		echo "test: the engine's fast tests once more, without what is compiled"; \
+		PURE_PYTHON=1 $(BIN)/pytest -q -n 2 -m "not slow and not docker" tests/engine || exit 1; \
+	else \
+		echo "test: NOTHING IS COMPILED HERE, so compiled loops were not tested: install a C compiler and Python's headers, then 'make clean'"; \
+	fi
 	@if $(BIN)/pytest -q -m docker --collect-only >/dev/null; then \
 		echo "test: tests that need Docker"; $(BIN)/pytest -q -m docker || exit 1; \
 		echo "test passed: all tests hold, and those that need Docker were passed or skipped as said above."; \
@@ -63,10 +69,12 @@ format: .venv/dev ## write the formatting, and what lint can correct
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
 
 clean: ## remove .venv and all that was built or cached
-	@rm -rf .venv build dist src/*.egg-info .hypothesis .*_cache
+	@rm -rf .venv build dist engine/*.so src/*.egg-info .hypothesis .*_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/dev: pyproject.toml tests/spark/connect.txt
+LOOPS := $(wildcard engine/_fast*.[ch])
+
+.venv/dev: pyproject.toml setup.py $(LOOPS) tests/spark/connect.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		for python in python3.11 python3.12 python3.13 python3; do \
 			if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
@@ -86,7 +94,7 @@ clean: ## remove .venv and all that was built or cached
 	@echo ".venv: installing lowwater and what its tests need (the first time takes a minute)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target .venv/connect -r tests/spark/connect.txt
-	@echo ".venv: ready"
+	@$(BIN)/python -c 'from lowwater.engine.fast import IS_COMPILED as yes; print(".venv: ready,", "with its loops compiled" if yes else "without a C compiler: writes are slower")'
 	@touch $@
 
 .venv/bench: .venv/dev

@@ -139,7 +139,11 @@ def benchmark(memory: int, keys: int, *, only_peers: bool) -> Benchmark:
             for each in WORKLOADS
             if each.baselines and each.name != "mixed"
         ),
-        notes=(f"{keys:,} keys, a memory limit of {memory} MiB each", *engine_peers.NOTES),
+        notes=(
+            f"{keys:,} keys, a memory limit of {memory} MiB each",
+            *(() if only_peers or engine_ours.missing() else (engine_ours.how_it_runs(),)),
+            *engine_peers.NOTES,
+        ),
         undecided=f"needs {KEYS:,} keys" if keys < KEYS else "",
     )
 

@@ -31,6 +31,12 @@ def missing() -> str:
     return f"lowwater has no {' and no '.join(absent)}" if absent else ""
 
 
+def how_it_runs() -> str:
+    """Whether the innermost loops are compiled here."""
+    compiled: bool = import_module("lowwater.engine.fast").IS_COMPILED
+    return "Lowwater's innermost loops are compiled" if compiled else "Lowwater's innermost loops are Python"
+
+
 class Driver:
     """A database in a directory, and the calls that the benchmarks make of it."""
 

@@ -84,6 +84,9 @@ ATTACHED_AFTER_S = 1.0
 PLACES_MAX = 4096
 # How often the length of the log is looked at, where checkpoint entries go by it.
 LOOK_AFTER_S = 1.0
+# A caller that does the background's work lets others run so often, and so long: as long as it takes to wake.
+PAUSE_EVERY_S = 0.0005
+PAUSE_S = 0.00005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +190,8 @@ class Core:
         self._applied_more = threading.Condition(state.lock)
         self._waiting_readers = 0
         self._stepping = threading.Lock()
+        self._pause = threading.Event()  # nobody sets it
+        self._paused_s = 0.0
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
         self._merger = new_merger(options, seams)
@@ -439,6 +444,7 @@ class Core:
             if self._checkpointer.is_closed:
                 raise Closed("the database is being closed", path=self._log.directory)
             self._help_checkpoint()
+            self._let_others_run()
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         """The checkpoints that are durable here, the newest first."""
@@ -515,6 +521,13 @@ class Core:
             # to know.
             self._flusher.bring()
 
+    def _let_others_run(self) -> None:
+        """Between two steps of a caller that does many: a writer would wait for the interpreter as long as it
+        takes to be taken away, which is 5 ms, several times for each write."""
+        if self._now_s() - self._paused_s >= PAUSE_EVERY_S:
+            self._pause.wait(PAUSE_S)
+            self._paused_s = self._now_s()
+
     def _make_room_in_redo(self) -> None:
         while self._state.dirty_bytes > self._flusher.flush_above_bytes:
             if self._flusher.step() is None:
@@ -522,6 +535,7 @@ class Core:
 
     def _wait_for_room(self, timeout_s: float | None, *, may_use_reserve: bool = False) -> None:
         """Return once there is memory for more changes. Raises DiskFull where the disk has no room."""
+        self._wal.refuse_forked()
         if not may_use_reserve:
             self.space.require()
         if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
@@ -554,8 +568,10 @@ class Core:
 
     def _fail_unapplied(self, error: BaseException) -> None:
         """Entries are in the log, and what memory has of them is not known."""
-        kind = LogPoisoned if isinstance(error, ReopenError) else InternalError
-        self._fail(kind(f"an entry could not be applied: {error}", path=self._log.directory))
+        is_ours = isinstance(error, Exception) and not isinstance(error, ReopenError)
+        kind = InternalError if is_ours else LogPoisoned
+        what = str(error) or type(error).__name__
+        self._fail(kind(f"an entry could not be applied: {what}", path=self._log.directory))
 
     # ------------------------------------------------------------------ what is possible now
 
@@ -809,6 +825,7 @@ class Core:
     def flush(self) -> int:
         """Bring all changes so far into pages, and return the seq up to which they are there. Opening
         again then begins after it."""
+        self._wal.refuse_forked()
         with self._state.lock:
             self._require_writable()
             seq = self._state.applied
@@ -816,6 +833,7 @@ class Core:
         began_s = self._now_s()
         while not self._flusher.is_flushed(seq):
             self._help()
+            self._let_others_run()
         self.measured.checkpoint_duration.observe(self._now_s() - began_s)
         if self._flusher.sweeps:
             self._task.wake()
@@ -824,8 +842,8 @@ class Core:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """For who writes pages besides the flusher: nothing is flushed meanwhile."""
-        self._require_writable()
         with self._stepping:
+            self._require_writable()
             try:
                 self._flusher.finish()
                 yield
@@ -941,23 +959,28 @@ class Core:
         self._task.stop()
         with self._checkpointing:
             self._checkpointer.close()
-        try:
-            if self._failure is None and self._wal.failure is None:
-                self._state.keeps_clean = False
-                self._state.limit_clean()
-                self._flusher.flush_all()
-        finally:
-            self._end_merger()
-            with self._state.lock:
-                self._closed = True
-            self.registry.unregister(self._metrics)
+        # Callers may help to flush until now: who comes later finds it closed.
+        with self._stepping:
+            if self._closed:
+                return
             try:
-                self._log.close()
+                if self._failure is None and self._wal.failure is None:
+                    self._state.keeps_clean = False
+                    self._state.limit_clean()
+                    self._flusher.flush_all()
             finally:
-                self._values.close()
-                self._store.close()
-                if self._tier is not None:
-                    self._tier.close()
+                if self._merger is not None:
+                    self._merger.close()
+                with self._state.lock:
+                    self._closed = True
+                self.registry.unregister(self._metrics)
+                try:
+                    self._log.close()
+                finally:
+                    self._values.close()
+                    self._store.close()
+                    if self._tier is not None:
+                        self._tier.close()
 
     def _end_merger(self) -> None:
         # Between two steps: what it has open may be somebody else's a moment later.

@@ -26,6 +26,7 @@ from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import ColdOf, EngineOptions, meta_of
 from lowwater.engine.decide import decide as decide_request
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
+from lowwater.engine.fast import IS_COMPILED
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
 from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
@@ -33,7 +34,7 @@ from lowwater.engine.log import Log, Seams
 from lowwater.engine.moments import duration_us
 from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.pieces import frames_of, places_of
+from lowwater.engine.pieces import Piece, cut_puts, frames_of, places_of
 from lowwater.engine.reading import Reading
 from lowwater.engine.records import Unread, put_record
 from lowwater.engine.replay import Meta, Progress
@@ -42,6 +43,7 @@ from lowwater.engine.session import TTL_S_DEFAULT, Session, write_request
 from lowwater.engine.spill import abort_losers
 from lowwater.engine.transactions import Isolation, Transaction
 from lowwater.engine.upkeep import Upkeep
+from lowwater.engine.wal import WalOptions
 from lowwater.errors import (
     AlreadyExists,
     ConditionFailed,
@@ -55,6 +57,8 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 
 _new = tuple.__new__
+# Makes payloads, given the chain that they will follow and their time.
+Encode = Callable[[Chain, int], list[bytes]]
 _pack_fixed = format.FIXED.pack
 
 __all__ = ["Database", "EngineOptions", "open_database"]
@@ -106,27 +110,39 @@ class Database(Reading):
     # ------------------------------------------------------------------ writing
 
     def _commit(
-        self, encode: Callable[[Chain, int], list[bytes]], keys: Sequence[bytes], timeout_s: float | None
+        self,
+        encode: Encode,
+        keys: Sequence[bytes],
+        timeout_s: float | None,
+        puts: _Puts | None = None,
     ) -> Any:
         """With the lock: order entries and apply them. `encode` gets the chain and the time. `keys` are those
-        of puts without metadata, where all entries are such. The caller waits for the ticket without the
-        lock."""
+        of puts without metadata, where all entries are such, or they are `puts`. The caller waits for the
+        ticket without the lock."""
         clock = self._seams.clock
-        payloads: list[bytes] = []
-        chain_before: Chain = self._wal.chain
+        before = chain_before = self._wal.chain
 
         def build(chain: Chain) -> tuple[None, list[bytes]]:
-            nonlocal payloads, chain_before
+            nonlocal chain_before
             chain_before = chain
-            payloads = encode(chain, max(clock.now_us(), chain.time_us))
-            return None, payloads
+            return None, encode(chain, max(clock.now_us(), chain.time_us))
+
+        def cut(chain: Chain, options: WalOptions) -> tuple[Piece, Chain] | None:
+            nonlocal chain_before
+            chain_before = chain
+            assert puts is not None
+            return puts.cut(chain, max(clock.now_us(), chain.time_us), options)
 
         self._require_writable()
         # One call of `encode` gives all of them one time.
-        ticket, pieces = self._wal.order(build, timeout_s=timeout_s, alike=bool(keys))
+        is_alike = puts is not None or bool(keys)
         state = self._state
         try:
-            seq_last = ticket.seq_last
+            ticket, pieces = self._wal.order(
+                build, timeout_s=timeout_s, alike=is_alike, cut_at_once=None if puts is None else cut
+            )
+            if puts is not None:
+                keys = puts.keys
             if keys:
                 records = frames_of(pieces)
                 if max(map(len, records)) > (small_bytes := state.small_record_bytes):
@@ -136,24 +152,27 @@ class Database(Reading):
                             records, places_of(pieces, chain_before), strict=True
                         )
                     ]
-                state.apply_puts(keys, records, seq_last)
+                state.apply_puts(keys, records, ticket.seq_last)
             else:
                 self._apply_placed(pieces, chain_before)
         except BaseException as error:
-            self._fail_unapplied(error)
+            # Ctrl-C may come when they are ordered, and nobody has said so yet.
+            if self._wal.chain is not before:
+                self._fail_unapplied(error)
             raise
         return ticket
 
     def _write(
         self,
-        encode: Callable[[Chain, int], list[bytes]],
+        encode: Encode,
         keys: Sequence[bytes],
         timeout_s: float | None,
         decide: Callable[[], None] | None = None,
         *,
         may_use_reserve: bool = False,
+        puts: _Puts | None = None,
     ) -> int:
-        ticket = self._queue(encode, keys, timeout_s, decide, may_use_reserve=may_use_reserve)
+        ticket = self._queue(encode, keys, timeout_s, decide, may_use_reserve=may_use_reserve, puts=puts)
         try:
             return int(self._wal.wait(ticket))
         except LowwaterError as error:
@@ -162,12 +181,13 @@ class Database(Reading):
 
     def _queue(
         self,
-        encode: Callable[[Chain, int], list[bytes]],
+        encode: Encode,
         keys: Sequence[bytes],
         timeout_s: float | None,
         decide: Callable[[], None] | None = None,
         *,
         may_use_reserve: bool = False,
+        puts: _Puts | None = None,
     ) -> Any:
         """The same without waiting: a ticket. What makes the log smaller may use the disk's reserve."""
         state = self._state
@@ -178,7 +198,7 @@ class Database(Reading):
                 self._require_writable()
                 if decide is not None:
                     decide()
-                return self._commit(encode, keys, timeout_s)
+                return self._commit(encode, keys, timeout_s, puts)
 
         # Without a condition nothing is read.
         ticket = order() if decide is None else state.away.call(order)
@@ -243,28 +263,19 @@ class Database(Reading):
     ) -> int:
         """Store many values with one sync, and return the last one's seq. Each is a put of its own: after
         a crash some may be there and others not, in their order."""
-        prefix = self._prefix(bucket)
-        bucket_name = prefix[1:]
+        puts = _Puts(self._prefix(bucket), items)
+
+        def write() -> int:
+            return self._write(
+                lambda _, time_us: puts.encode(time_us), (), timeout_s, self._bucket_check(bucket), puts=puts
+            )
+
         try:
-            pairs = list(items)
-            texts, given = zip(*pairs, strict=True) if pairs else ((), ())
-        except (TypeError, ValueError) as error:
-            raise InputError(f"these are no items: {error}", hint="give pairs of key and value") from error
-        if not pairs:
-            raise InputError("there is nothing to put", hint="give at least one key and value")
-        names = _encode_keys(texts)
-        sizes = list(map(len, names))
-        values = given if set(map(type, given)) == {bytes} else list(map(_as_bytes, given))
-
-        def encode(_: Chain, time_us: int) -> list[bytes]:
-            heads = {
-                size: _pack_fixed(Kind.PUT, 0, len(bucket_name), size, 0, time_us, 0) + bucket_name
-                for size in set(sizes)
-            }
-            return list(map(b"".join, zip(map(heads.__getitem__, sizes), names, values, strict=True)))
-
-        keys = [prefix + name for name in names]
-        return self._write(encode, keys, timeout_s, self._bucket_check(bucket))
+            return write()
+        except _NotCheckedError:
+            pass
+        puts.check()
+        return write()
 
     def _put_if(
         self,
@@ -543,6 +554,7 @@ class Database(Reading):
     def checkpoint(self) -> str:
         """Have a checkpoint made of what is there now, and return its id once all of it is durable here.
         Where nothing has happened since the last one, that is the one."""
+        self._wal.refuse_forked()
         with self._one_checkpoint:
             self._require_writable()
             with self._state.lock:
@@ -600,6 +612,67 @@ def open_database(
         cold=cold,
         progress=progress,
     )
+
+
+class _NotCheckedError(Exception):
+    """There is something unusual about puts, and nobody has looked at all of them yet."""
+
+
+class _Puts:
+    """Puts into one bucket, on their way into the log."""
+
+    def __init__(self, prefix: bytes, items: Iterable[tuple[str, bytes]]) -> None:
+        self._prefix = prefix
+        try:
+            self._pairs = list(items)
+        except TypeError as error:
+            raise InputError(f"these are no items: {error}", hint="give pairs of key and value") from error
+        if not self._pairs:
+            raise InputError("there is nothing to put", hint="give at least one key and value")
+        # What they are called in pages: known once they are encoded.
+        self.keys: list[bytes] = []
+        self._names: list[bytes] = []
+        self._values: Sequence[bytes] = ()
+        if not IS_COMPILED:
+            self.check()
+
+    def cut(self, chain: Chain, time_us: int, options: WalOptions) -> tuple[Piece, Chain] | None:
+        """The common case, in one go."""
+        made = cut_puts(
+            chain,
+            self._pairs,
+            self._prefix,
+            time_us,
+            batch_bytes_max=options.batch_bytes_max,
+            entry_bytes_max=options.entry_bytes_max,
+        )
+        if made is None:
+            return None
+        piece, after, self.keys = made
+        return piece, after
+
+    def encode(self, time_us: int) -> list[bytes]:
+        """All cases: the payloads."""
+        if not self._names:
+            raise _NotCheckedError
+        bucket_name = self._prefix[1:]
+        sizes = list(map(len, self._names))
+        heads = {
+            size: _pack_fixed(Kind.PUT, 0, len(bucket_name), size, 0, time_us, 0) + bucket_name
+            for size in set(sizes)
+        }
+        self.keys = [self._prefix + name for name in self._names]
+        parts = zip(map(heads.__getitem__, sizes), self._names, self._values, strict=True)
+        return list(map(b"".join, parts))
+
+    def check(self) -> None:
+        """Without a lock: what it is given may be of types that run code of their own, and nobody waits."""
+        try:
+            texts, values = zip(*self._pairs, strict=True)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"these are no items: {error}", hint="give pairs of key and value") from error
+        self._names = _encode_keys(texts)
+        self._values = values if set(map(type, values)) == {bytes} else list(map(_as_bytes, values))
 
 
 def _encode_keys(texts: Sequence[Any]) -> list[bytes]:

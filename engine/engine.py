@@ -228,13 +228,15 @@ class Engine(Reading):
                     txn_seq_before=before,
                 )
         seqs = range(seq - len(members) + 1, seq + 1)
-        pieces = self._wal.enqueue(lambda _: (seqs, payloads))
         try:
+            pieces = self._wal.enqueue(lambda _: (seqs, payloads))
             if chain.is_empty:
                 self._begin()
             self._apply_placed(pieces, chain)
         except BaseException as error:
-            self._fail_unapplied(error)
+            # Ctrl-C may come when they are ordered, and nobody has said so yet.
+            if self._wal.chain is not chain:
+                self._fail_unapplied(error)
             raise
         return refusal
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from itertools import islice, pairwise, repeat
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise, repeat
 from typing import NamedTuple
 
 import cbor2
@@ -27,13 +27,14 @@ import cbor2
 from lowwater.engine.away import PageAway
 from lowwater.engine.due import as_stored
 from lowwater.engine.failpoints import Failpoint
+from lowwater.engine.fast import IS_COMPILED, merge_range
 from lowwater.engine.keeping import limited
 from lowwater.engine.measure import Measured
-from lowwater.engine.merge_aside import Aside
+from lowwater.engine.merge_aside import PAGES_AT_ONCE, Aside, stored_pages
 from lowwater.engine.merge_messages import Part
 from lowwater.engine.merging import Merged, Rules, merge_changes
 from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_bytes, stored_page
-from lowwater.engine.ranges import Layout, Range, Records
+from lowwater.engine.ranges import Layout, Range, Records, older_of, records_in
 from lowwater.engine.records import PageVersion, page_version
 from lowwater.engine.state import LOWEST, RANGE_PAGES, RECORD_OVERHEAD_BYTES, State
 from lowwater.engine.transaction_table import (
@@ -66,6 +67,8 @@ PARTS_MAX = 32
 SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
 LET_GO_AT_ONCE = 256
+# With fewer changes for each of its pages, of a range only those pages are read that have some.
+FETCHED_MIN = 2
 SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
@@ -103,7 +106,18 @@ class _Group(NamedTuple):
     ahead: Iterator[Range]
     """Those that another process was not asked for yet."""
     record_bytes: dict[Range, int]
-    """How large the changes are of those that it was asked for."""
+    """How large the changes are of those of which it is known."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code merges the ranges that have nothing unusual. Nobody may need what the changes
+        supersede."""
+        return (
+            IS_COMPILED
+            and not self.view
+            and self.kept.per_key_max is None
+            and self.frozen_seq <= self.kept.floor
+        )
 
 
 class _Merged(NamedTuple):
@@ -430,7 +444,7 @@ class Flusher:
         for each in ranges:
             # The worker has something to do while this one's answer is dealt with.
             yield from self._ask_ahead(group)
-            layout, waiting[each] = yield from self._merge_range(each, frozen_seq, group.kept, puts, deletes)
+            layout, waiting[each] = yield from self._merge_range(each, group, puts, deletes)
             layouts.append(layout)
             record_bytes = group.record_bytes.get(each)
             if record_bytes is None or waiting[each] or each.frozen is None:
@@ -449,7 +463,8 @@ class Flusher:
         written = {key for key, _ in puts}
         puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
         self._unstored.clear()
-        self._following = self._choose_following(sum(sizes))
+        if not group.is_compiled:
+            self._following = self._choose_following(sum(sizes))
         if self._following is not None:
             yield from self._ask_ahead(self._following)
         BEFORE_COMMIT()
@@ -531,17 +546,14 @@ class Flusher:
         return encoded
 
     def _merge_range(
-        self,
-        each: Range,
-        frozen_seq: int,
-        kept: Kept,
-        puts: list[tuple[bytes, bytes]],
-        deletes: list[bytes],
+        self, each: Range, group: _Group, puts: list[tuple[bytes, bytes]], deletes: list[bytes]
     ) -> Generator[None, None, _Merged]:
         """The layout of a range with what is frozen merged into its pages, of those that are here."""
-        before = each.layout
+        before, frozen_seq, kept = each.layout, group.frozen_seq, group.kept
         waiting: list[bytes] = []
         parts = None if self.aside is None else (yield from self.aside.answer(each))
+        if parts is None:
+            parts = yield from self._merged_at_once(each, group)
         keys: list[bytes] = []
         pages: list[Page | None] = []
         passed = 0  # pages that have gone into the new layout, or what has become of them
@@ -573,13 +585,51 @@ class Flusher:
     def _ask_ahead(self, group: _Group) -> Generator[None, None, None]:
         """Ask another process for what becomes of the next ranges' pages, those that are for it to say."""
         aside = self.aside
-        if aside is None or group.view or group.kept.per_key_max is not None:
+        if aside is None or group.is_compiled or group.view or group.kept.per_key_max is not None:
             return
         while aside.has_room and (each := next(group.ahead, None)) is not None:
             if aside.takes(each):
                 size = yield from aside.ask(each, group.frozen_seq, group.kept.floor, self._unstored)
                 if size:
                     group.record_bytes[each] = size
+
+    def _merged_at_once(self, each: Range, group: _Group) -> Generator[None, None, list[Part] | None]:
+        """What becomes of the pages of a range, by compiled code, during which others run; None where it has
+        to be done step by step."""
+        state, frozen, layout = self._state, each.frozen, each.layout
+        assert frozen is not None
+        if not group.is_compiled or each.frozen_older or not frozen:
+            return None
+        wanted: Sequence[int] = range(len(layout.keys))
+        if len(frozen) < FETCHED_MIN * len(layout.keys):
+            wanted = sorted({layout.index(key) for key in frozen} - {-1})
+        pages = [b""] * len(layout.keys)
+        for start in range(0, len(wanted), PAGES_AT_ONCE):
+            part = wanted[start : start + PAGES_AT_ONCE]
+            for index, data in zip(part, stored_pages(state, layout, part, self._unstored), strict=True):
+                pages[index] = data
+            yield
+        made = merge_range(
+            frozen,
+            each.low,
+            layout.keys,
+            pages,
+            group.frozen_seq,
+            group.kept.floor,
+            state.inline_bytes_max,
+            state.boundaries.hash_key,
+            state.boundaries.highest,
+        )
+        if made is None:
+            return None
+        yield
+        group.record_bytes[each], merged = made
+        parts: list[Part] = []
+        for index, pairs in merged:
+            parts.append((index, [(key, data, stored_page(data)) for key, data in pairs]))
+            if index % PAGES_AT_ONCE == 0:
+                yield
+        return parts
 
     def _merged_here(
         self, each: Range, frozen_seq: int, kept: Kept, waiting: list[bytes]
@@ -687,8 +737,8 @@ class Flusher:
         inline = self._state.inline_bytes_max
         for key in keys:
             versions = [page_version(frozen[key], inline)]
-            if older and key in older:
-                versions += [page_version(record, inline) for record in reversed(older[key])]
+            if older:
+                versions += [page_version(record, inline) for record in reversed(older_of(older, key))]
             if each.frozen_txns:
                 versions = settle_versions(versions, self._view, frozen_seq)
                 if not versions:
@@ -756,8 +806,8 @@ class Flusher:
         found = map(bisect_right, repeat(lows), each.dirty)
         for number, (key, record) in zip(found, each.dirty.items(), strict=True):
             places[number - 1][key] = record
-        for key, records in each.older.items():
-            parts[bisect_right(lows, key) - 1].older[key] = records
+        for key, older in each.older.items():
+            parts[bisect_right(lows, key) - 1].older[key] = older
         for key in each.odd:
             parts[bisect_right(lows, key) - 1].odd.add(key)
         for part in parts:
@@ -797,14 +847,15 @@ def _changed_bytes(each: Range, waiting: list[bytes]) -> Generator[None, None, i
     frozen = each.frozen
     assert frozen is not None
     size = 0
-    for records in (frozen.values(), *each.frozen_older.values()):
+    older = (records_in(held) for held in each.frozen_older.values())
+    for records in (frozen.values(), chain.from_iterable(older)):
         remaining = iter(records)
         while sizes := [*map(len, islice(remaining, LET_GO_AT_ONCE))]:
             size += sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes)
             if len(sizes) == LET_GO_AT_ONCE:
                 yield
     for key in waiting:
-        back = [frozen[key], *each.frozen_older.get(key, [])]
+        back = [frozen[key], *older_of(each.frozen_older, key)]
         size -= sum(map(len, back)) + RECORD_OVERHEAD_BYTES * len(back)
     return size
 

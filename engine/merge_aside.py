@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
 from lowwater.engine.merge_messages import SLOTS, Garbage, NoAnswer, Part, Request, read_answer
 from lowwater.engine.pages import Page, stored_bytes
-from lowwater.engine.ranges import Range
+from lowwater.engine.ranges import Layout, Range
 from lowwater.engine.references import is_reference
 from lowwater.engine.state import State
 from lowwater.errors import LowwaterError
@@ -164,7 +164,8 @@ class Aside:
         records_bytes = offset
         page_sizes = array("I")
         for start in range(0, len(layout.keys), PAGES_AT_ONCE):
-            stored = self._pages(each, start, unstored)
+            indexes = range(start, min(start + PAGES_AT_ONCE, len(layout.keys)))
+            stored = stored_pages(state, layout, indexes, unstored)
             if any(map(is_reference, stored)):
                 return None  # pages that are away are seen to where they can be waited for
             page_sizes.extend(map(len, stored))
@@ -192,19 +193,18 @@ class Aside:
             page_keys=state.boundaries.page_keys,
         )
 
-    def _pages(self, each: Range, start: int, unstored: Mapping[bytes, Page]) -> list[bytes]:
-        """The bytes of some pages, from memory or from the store."""
-        layout = each.layout
-        keys = layout.keys[start : start + PAGES_AT_ONCE]
-        pages = [
-            page or unstored.get(key)
-            for key, page in zip(keys, layout.pages[start : start + PAGES_AT_ONCE], strict=True)
-        ]
-        wanted = [key for key, page in zip(keys, pages, strict=True) if page is None]
-        self._state.pages_read += len(wanted)
-        fetched = iter(self._state.store.get_many(wanted) if wanted else ())
-        # One that is missing is seen to be no page by who merges, here in the end.
-        return [
-            (next(fetched) or b"") if page is None else stored_bytes(page, key)
-            for key, page in zip(keys, pages, strict=True)
-        ]
+
+def stored_pages(
+    state: State, layout: Layout, indexes: Sequence[int], unstored: Mapping[bytes, Page]
+) -> list[bytes]:
+    """The bytes of some pages, from memory or from the store."""
+    keys = [layout.keys[index] for index in indexes]
+    pages = [layout.pages[index] or unstored.get(key) for index, key in zip(indexes, keys, strict=True)]
+    wanted = [key for key, page in zip(keys, pages, strict=True) if page is None]
+    state.pages_read += len(wanted)
+    fetched = iter(state.store.get_many(wanted) if wanted else ())
+    # One that is missing is seen to be no page by who merges, here in the end.
+    return [
+        (next(fetched) or b"") if page is None else stored_bytes(page, key)
+        for key, page in zip(keys, pages, strict=True)
+    ]

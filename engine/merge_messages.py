@@ -28,7 +28,7 @@ from lowwater.engine.checksum import crc32
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.merging import Rules, merge_changes
 from lowwater.engine.pages import Boundaries, Page, decode_page, stored_bytes
-from lowwater.engine.records import encoded_key_of, is_mere_put, page_version
+from lowwater.engine.records import SHAPE, KeyPlaces, encoded_key_of, page_version
 
 VERSION = 2
 
@@ -45,13 +45,6 @@ Made = tuple[int, bytes, bytes]
 Part = tuple[int, list[tuple[bytes, bytes, Page]]]
 """The index, and all that the page became: page keys, bytes, pages. Perhaps nothing."""
 
-
-# Where a frame has the lengths of its bucket and its key: behind kind and flags.
-_NAME_SIZES_AT = FRAME_BYTES + 3
-_unpack_name_sizes = struct.Struct("<HH").unpack_from
-_LENGTHS = [bytes([length]) for length in range(256)]
-# Kind, flags, and the lengths of bucket, key and metadata.
-_HEAD = slice(FRAME_BYTES, FRAME_BYTES + 9)
 
 T = TypeVar("T")
 
@@ -143,15 +136,10 @@ def _merge(request: Request, body: bytes) -> Iterator[Made]:
 
     records: dict[bytes, bytes] = {}
     odd: set[bytes] = set()
-    # What the head of a frame says of its key is most often what that of another has said.
-    places: dict[bytes, tuple[bytes, int] | None] = {}
+    places = KeyPlaces()
     for start, end in pairwise(accumulate(record_sizes, initial=0)):
         record = body[start:end]
-        head = record[_HEAD]
-        try:
-            place = places[head]
-        except KeyError:
-            place = places[head] = _place_of_key(record)
+        place = places[record[SHAPE]]
         if place is not None:
             records[place[0] + record[FRAME_FIXED_BYTES : place[1]]] = record
         else:
@@ -191,14 +179,6 @@ def _merge(request: Request, body: bytes) -> Iterator[Made]:
             yield index, b"", b""
         for key, result in merged:
             yield index, key, stored_bytes(result, key)
-
-
-def _place_of_key(record: bytes) -> tuple[bytes, int] | None:
-    """What a mere put's encoded key begins with, and where the key ends in the frame."""
-    if not is_mere_put(record):
-        return None
-    bucket_len, key_len = _unpack_name_sizes(record, _NAME_SIZES_AT)
-    return _LENGTHS[bucket_len], FRAME_FIXED_BYTES + bucket_len + key_len
 
 
 def _end_of(steps: Generator[None, None, T]) -> T:

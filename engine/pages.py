@@ -29,6 +29,7 @@ from blake3 import blake3
 
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
+from lowwater.engine.fast import IS_COMPILED, newest_row, plain_objects
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
 
 assert sys.byteorder == "little", "the columns are written as they are in memory"
@@ -128,19 +129,25 @@ class Boundaries:
     """Which keys begin a page: about one of `page_keys`. The salt keeps others from choosing keys of which
     none does, and a page from growing without end."""
 
-    __slots__ = ("_hasher", "_threshold", "page_keys", "salt")
+    __slots__ = ("_hasher", "_threshold", "hash_key", "page_keys", "salt")
 
     def __init__(self, salt: bytes, page_keys: int) -> None:
         assert page_keys > 0
         self.salt = salt
         self.page_keys = page_keys
         # Copied for each key, which is faster than making it.
-        self._hasher = blake3(key=blake3(salt).digest())
+        self.hash_key = blake3(salt).digest()
+        self._hasher = blake3(key=self.hash_key)
         self._threshold = 2**64 // page_keys
 
     def __reduce__(self) -> tuple[type[Boundaries], tuple[bytes, int]]:
         # Spark's tasks get them, and a hasher cannot be sent.
         return Boundaries, (self.salt, self.page_keys)
+
+    @property
+    def highest(self) -> int:
+        """The first 8 bytes of a boundary's hash, as a number, are not above this."""
+        return self._threshold - 1
 
     def is_boundary(self, encoded: bytes) -> bool:
         digest = self._hasher.copy().update(encoded[:PAGE_KEY_BYTES]).digest(8)
@@ -317,6 +324,9 @@ class Page:
     def newest(self, key: bytes) -> Row | None:
         """The newest version of `key`: `find` and `row` in one, for the page that is read again and again."""
         data = self._data
+        if IS_COMPILED and data is not None and (row := newest_row(data, key)) is not NotImplemented:
+            found: Row | None = row
+            return found
         if data is None or (tags := self._tags) is None:
             index = self.find(key)
             return None if index < 0 else self.row(index)
@@ -362,6 +372,17 @@ class Page:
 
     def _distinct_keys(self, data: bytes) -> list[bytes]:
         return _cut(data[self._sections[2] : self._sections[3]], self._find_ends(data))
+
+    def plain_objects(
+        self, low: bytes, high: bytes | None, skip: int, bucket: str, kind: type[tuple[Any, ...]]
+    ) -> Any:
+        """The rows of the keys from `low` to below `high` of a page that is plain, as objects of this kind:
+        bucket, name, value, None, seq and time. NotImplemented where nothing is compiled, or the page is not
+        stored."""
+        data = self._data
+        if data is None:
+            return NotImplemented
+        return plain_objects(data, low, high, skip, bucket, kind)
 
     def plain_rows(self, start: int, stop: int, skip: int) -> PlainRows:
         """Some rows of a page that is plain. Their keys are of one bucket, and the first `skip` bytes of each
@@ -828,12 +849,14 @@ def merge_puts(
     All of them are newer than the page, which `has_mere_puts`, and nobody needs what they supersede."""
     seqs, times, flags, values = columns
     seq = frozen_seq
-    if page is None:
-        cuts = boundaries.cuts(keys)
-    else:
+    if page is not None:
         assert page.has_mere_puts
         assert min(seqs) > page.seq, "a record is older than its page"
         seq = max(seq, page.seq)
+    # It has no rows where the changes before these, of the same flush, took all of them.
+    if page is None or not len(page):
+        cuts = boundaries.cuts(keys)
+    else:
         row_count = len(page)
         keys_held = page.keys
         rows = dict(zip(keys_held, range(row_count), strict=True))

@@ -17,6 +17,7 @@ from typing import Any
 from lowwater.engine import format
 from lowwater.engine.chain import FIRST_CONTROL_KIND, IDLE_KINDS, Chain, enter, leave
 from lowwater.engine.entries import Entry, decode_payload
+from lowwater.engine.fast import put_frames
 from lowwater.engine.format import FRAME_BYTES, Flag, Kind, SegmentHeader
 from lowwater.errors import Corrupt, InvalidEntry
 
@@ -173,6 +174,30 @@ def cut_alone(chain: Chain, seq: int, payload: bytes, batch_bytes_max: int) -> t
     return piece, Chain(seq, time_us, cluster_id, epoch, settings, body_bytes, seq_first, creation)
 
 
+def cut_puts(
+    chain: Chain,
+    pairs: list[tuple[str, bytes]],
+    prefix: bytes,
+    time_us: int,
+    *,
+    batch_bytes_max: int,
+    entry_bytes_max: int,
+) -> tuple[Piece, Chain, list[bytes]] | None:
+    """What encoding and cutting puts of these pairs gives, and their keys in pages, in one go; None where
+    there is something unusual about them, or they begin or end anything."""
+    seq_before, offset = chain.seq_last, chain.body_bytes
+    if not offset or seq_before == format.SEQ_MAX:
+        return None
+    bytes_max = min(batch_bytes_max, chain.settings.segment_bytes - offset - 1)
+    made = put_frames(pairs, prefix, seq_before + 1, time_us, offset, bytes_max, entry_bytes_max)
+    if made is None:
+        return None
+    keys, frames, data, places = made
+    seq_last = seq_before + len(keys)
+    piece, after = _in_midst(chain, data, frames, array("I", places), seq_before + 1, seq_last, time_us)
+    return piece, after, keys
+
+
 _MERE_KINDS = frozenset(bytes((kind, 0, 0)) for kind in (Kind.PUT, Kind.DELETE))
 
 
@@ -183,15 +208,28 @@ def _cut_one(
     frames = format.encode_each_frame(seqs, payloads, sizes) if by_frame else None
     data = b"".join(frames) if frames is not None else format.encode_frames(seqs, payloads, sizes)
     positions = _positions(chain.body_bytes, sizes)
-    body_bytes = positions.pop()
+    positions.pop()
     time_us = int.from_bytes(payloads[-1][format.TIME_SLICE], "little")
-    seq_last = seqs[-1]
+    piece, after = _in_midst(chain, data, frames, positions, seqs[0], seqs[-1], time_us)
+    return [piece], after
+
+
+def _in_midst(
+    chain: Chain,
+    data: bytes,
+    frames: list[bytes] | None,
+    positions: array[int],
+    seq_first: int,
+    seq_last: int,
+    time_us: int,
+) -> tuple[Piece, Chain]:
+    """A piece that neither begins nor ends its segment, and the chain after it."""
     piece = Piece(
         data,
         offset=chain.body_bytes,
         positions=positions,
         seq_before=chain.seq_last,
-        seq_first=seqs[0],
+        seq_first=seq_first,
         seq_last=seq_last,
         time_us=time_us,
         starts_segment=None,
@@ -205,11 +243,11 @@ def _cut_one(
         chain.cluster_id,
         chain.epoch,
         chain.settings,
-        body_bytes,
+        chain.body_bytes + len(data),
         chain.seq_first,
         chain.creation,
     )
-    return [piece], after
+    return piece, after
 
 
 def _positions(offset: int, sizes: list[int]) -> array[int]:

@@ -22,7 +22,28 @@ from lowwater.engine.pages import Page
 from lowwater.engine.records import Record, is_transactional, transaction_of
 
 Records = dict[bytes, Record]
-Older = dict[bytes, list[Record]]
+# What newer records superseded and somebody may still read, oldest first. A list only where there are
+# several: there may be a million, and the garbage collector looks at each list, and at no bytes.
+Older = dict[bytes, Record | list[Record]]
+
+
+def records_in(held: Record | list[Record]) -> list[Record]:
+    return held if isinstance(held, list) else [held]
+
+
+def older_of(older: Older, key: bytes) -> list[Record]:
+    """What was superseded of a key, oldest first."""
+    held = older.get(key)
+    return [] if held is None else records_in(held)
+
+
+def add_older(older: Older, key: bytes, record: Record) -> None:
+    """Have this as the newest that was superseded of a key."""
+    held = older.setdefault(key, record)
+    if isinstance(held, list):
+        held.append(record)
+    elif held is not record:
+        older[key] = [held, record]
 
 
 class Layout:
@@ -54,7 +75,6 @@ class Range:
         self.low = low
         self.layout = layout
         self.dirty: Records = {}
-        # What newer records in `dirty` superseded and somebody may still read, oldest first.
         self.older: Older = {}
         self.rec_seq = 0
         self.since_s = self.frozen_since_s = 0.0  # when the change of `rec_seq` came, and `frozen_rec_seq`
@@ -97,13 +117,13 @@ class Range:
     def _take_back(self, keys: list[bytes]) -> None:
         assert self.frozen is not None
         for key in keys:
-            record, before = self.frozen[key], self.frozen_older.get(key, [])
+            record, before = self.frozen[key], older_of(self.frozen_older, key)
             if key in self.dirty:
-                self.older[key] = [*before, record, *self.older.get(key, ())]
+                self.older[key] = [*before, record, *older_of(self.older, key)]
             else:
                 self.dirty[key] = record
                 if before:
-                    self.older[key] = before
+                    self.older[key] = self.frozen_older[key]
             if key in self.frozen_odd:
                 self.odd.add(key)
             self.txns.update(transaction_of(each) for each in (*before, record) if is_transactional(each))
@@ -148,7 +168,7 @@ class Range:
         for records, older in ((self.dirty, self.older), (self.frozen, self.frozen_older)):
             if records is not None and (record := records.get(key)) is not None:
                 found.append(record)
-                found.extend(reversed(older.get(key, ())))
+                found.extend(reversed(older_of(older, key)))
         return found
 
 

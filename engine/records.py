@@ -128,6 +128,26 @@ _KIND_AND_FLAGS = slice(FRAME_BYTES, FRAME_BYTES + 3)
 _METADATA_LEN = slice(FRAME_BYTES + 7, FRAME_BYTES + 9)
 
 
+# Of a frame: kind, flags, and the lengths of bucket, key and metadata.
+SHAPE = slice(FRAME_BYTES, FRAME_BYTES + 9)
+_unpack_name_sizes = Struct("<HH").unpack_from
+_LENGTHS = [bytes([length]) for length in range(256)]
+
+
+class KeyPlaces(dict[bytes, tuple[bytes, int] | None]):
+    """By a frame's shape, of which there are few: what a mere put's encoded key begins with, before its
+    names, and where these end in the frame; None for all others."""
+
+    def __missing__(self, shape: bytes) -> tuple[bytes, int] | None:
+        frame = bytes(FRAME_BYTES) + shape
+        place = None
+        if is_mere_put(frame):
+            bucket_len, key_len = _unpack_name_sizes(frame, FRAME_BYTES + 3)
+            place = _LENGTHS[bucket_len], _FIXED_END + bucket_len + key_len
+        self[shape] = place
+        return place
+
+
 def seq_of(record: Record) -> int:
     seq: int = _unpack_seq(record)[0]
     return seq

@@ -32,8 +32,7 @@ from lowwater.engine.due import Due, as_stored, from_stored
 from lowwater.engine.flush import META_KEY, META_VERSION
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.log import Log
-from lowwater.engine.pages import encode_key
-from lowwater.engine.records import Record, is_mere_put, put_record
+from lowwater.engine.records import SHAPE, KeyPlaces, Record, put_record
 from lowwater.engine.seams import File, Files
 from lowwater.engine.state import State
 from lowwater.errors import Corrupt, InputError, NewerVersion, OlderVersion
@@ -201,12 +200,12 @@ def _apply_run(state: State, run: list[Placed]) -> None:
     records: list[Record] = []
     small_bytes = state.small_record_bytes
     seq = seq_put = 0
+    places = KeyPlaces()
     for seq, frame, segment_first, offset in run:
-        if is_mere_put(frame):
+        place = places[frame[SHAPE]]
+        if place is not None:
             seq_put = seq
-            key_start = FRAME_FIXED_BYTES + frame[19]
-            key_end = key_start + frame[21] + (frame[22] << 8)
-            keys.append(encode_key(frame[FRAME_FIXED_BYTES:key_start], frame[key_start:key_end]))
+            keys.append(place[0] + frame[FRAME_FIXED_BYTES : place[1]])
             records.append(put_record(frame, small_bytes, segment_first, offset))
             continue
         if keys:

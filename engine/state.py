@@ -30,6 +30,7 @@ from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
 from lowwater.engine.due import DUE_MAX, Due
 from lowwater.engine.entries import decode_body, decode_payload
+from lowwater.engine.fast import put_changes
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.pages import (
@@ -42,7 +43,7 @@ from lowwater.engine.pages import (
     encode_key,
 )
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.ranges import Layout, Range, RangeMap
+from lowwater.engine.ranges import Layout, Range, RangeMap, add_older
 from lowwater.engine.records import (
     Object,
     PageVersion,
@@ -213,21 +214,16 @@ class State:
         """New versions. `frame_seq` is the seq of their frame where it is not theirs, as in a group. `keeps`
         what they supersede, whoever reads it: what a transaction writes may never count."""
         lows, ranges = self.map.view
-        keeps_older = self.keeps_older or keeps
-        added = sum(map(len, records)) + RECORD_OVERHEAD_BYTES * len(records)
-        for key, record in zip(keys, records, strict=True):
-            place = ranges[bisect_right(lows, key) - 1]
-            dirty = place.dirty
-            before = dirty.setdefault(key, record)
-            if before is not record:
-                dirty[key] = record
-                if keeps_older and seq_of(before) < seq_of(record):
-                    place.older.setdefault(key, []).append(before)
-                else:
-                    added -= len(before) + RECORD_OVERHEAD_BYTES
-            elif not place.rec_seq:
+        left_bytes, left_count, older, begun = put_changes(
+            lows, ranges, keys, records, self.keeps_older or keeps
+        )
+        for place, key, before in older:
+            add_older(place.older, key, before)
+        for place, record in begun:
+            if not place.rec_seq:
                 place.rec_seq = frame_seq or seq_of(record)
                 place.since_s = self.now_s()
+        added = sum(map(len, records)) - left_bytes + RECORD_OVERHEAD_BYTES * (len(records) - left_count)
         self.dirty_bytes += added
         # Whoever sees one of the changes waits for the lock first, and then finds nothing older here.
         for ready in (self._ready_new, self._ready_old):
@@ -997,9 +993,13 @@ class State:
         overlay: dict[bytes, list[Record]],
         reader: PlaceReader | None,
     ) -> list[Object]:
+        is_common = not overlay and page.is_plain and page.seq <= seq
+        if is_common and (found := page.plain_objects(low, high, skip, bucket, Object)) is not NotImplemented:
+            objects: list[Object] = found
+            return objects
         start, stop = page.bounds(low, high)
-        if not overlay and page.is_plain and page.seq <= seq:
-            # The common case: each key has one version, which is a value.
+        if is_common:
+            # Each key has one version, which is a value.
             names, values, seqs, times = page.plain_rows(start, stop, skip)
             columns = zip(repeat(bucket), names, values, repeat(None), seqs, times, strict=False)
             return list(map(_new, repeat(Object), columns))

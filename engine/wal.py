@@ -77,6 +77,8 @@ _ENCODING_ERRORS = (TypeError, ValueError, AttributeError, struct.error, Overflo
 
 # Makes the payloads of an append, given the chain that they will follow: (seqs or None, payloads).
 Build = Callable[[Chain], tuple[Sequence[int] | None, Sequence[bytes]]]
+# Makes and cuts them at once: what `pieces.cut` would give, or None where it has to be asked.
+CutAtOnce = Callable[[Chain, "WalOptions"], tuple[Piece, Chain] | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +243,12 @@ class Wal:
         return ticket.seq_last
 
     def order(
-        self, build: Build, *, timeout_s: float | None = None, alike: bool = False
+        self,
+        build: Build,
+        *,
+        timeout_s: float | None = None,
+        alike: bool = False,
+        cut_at_once: CutAtOnce | None = None,
     ) -> tuple[Ticket, list[Piece]]:
         """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
         until then nobody need be writing them. `alike` is for `cut`."""
@@ -249,7 +256,7 @@ class Wal:
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
-                pieces = self._enqueue(build, ticket, timeout_s, alike=alike)
+                pieces = self._enqueue(build, ticket, timeout_s, alike=alike, cut_at_once=cut_at_once)
         except BaseException:
             self._abandon(ticket)
             raise
@@ -423,7 +430,13 @@ class Wal:
             raise Closed("the log is closed", path=self.directory)
 
     def _enqueue(
-        self, build: Build, ticket: Ticket | None, timeout_s: float | None, *, alike: bool = False
+        self,
+        build: Build,
+        ticket: Ticket | None,
+        timeout_s: float | None,
+        *,
+        alike: bool = False,
+        cut_at_once: CutAtOnce | None = None,
     ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         room_needed = 1
@@ -432,8 +445,11 @@ class Wal:
             if full or self._failure is not None or self._closing or self._ended:
                 self._wait_for_room(room_needed, timeout_s, blocking=ticket is None or ticket.loop is None)
             try:
-                seqs, payloads = build(self._chain)
-                alone = self._cut_alone(seqs, payloads)
+                payloads: Sequence[bytes] = ()
+                alone = None if cut_at_once is None else cut_at_once(self._chain, self.options)
+                if alone is None:
+                    seqs, payloads = build(self._chain)
+                    alone = self._cut_alone(seqs, payloads)
                 if alone is None:
                     sizes = list(map(len, payloads))
                     self._check(seqs, sizes)

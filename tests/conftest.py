@@ -65,7 +65,7 @@ def merging_aside() -> Iterator[None]:
     if not how:
         yield
         return
-    from lowwater.engine import core, merge_aside
+    from lowwater.engine import core, flush, merge_aside
     from lowwater.engine.merge_process import MergeProcess
     from lowwater.engine.testing.merger import LocalMerger
 
@@ -76,6 +76,7 @@ def merging_aside() -> Iterator[None]:
     shared = Shared()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "new_merger", lambda *_: LocalMerger() if how == "local" else shared)
+        patch.setattr(flush, "IS_COMPILED", False)
         patch.setattr(merge_aside, "CHANGES_MIN", 1)
         patch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
         yield

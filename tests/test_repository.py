@@ -113,16 +113,26 @@ def test_lint_refuses_each_name_that_has_an_owner() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_from_a_source_distribution_holds_the_modules_behind_the_links(tmp_path: Path) -> None:
-    """Other build back ends drop them without a word."""
+@pytest.mark.parametrize("compiler", ["", "false"], ids=["with a compiler", "without"])
+def test_a_wheel_from_a_source_distribution_holds_the_modules_behind_the_links(
+    tmp_path: Path, compiler: str
+) -> None:
+    """Other build back ends drop them without a word. Without a compiler nothing is missing but speed."""
+    if not compiler and not shutil.which("cc"):
+        pytest.skip("there is no C compiler here")
+    environment = {**os.environ, **({"CC": compiler} if compiler else {})}
     clone = tmp_path / "clone"
-    leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests", "bench")
+    leave_out = shutil.ignore_patterns(
+        ".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests", "bench"
+    )
     shutil.copytree(ROOT, clone, symlinks=True, ignore=leave_out)
 
     def build(directory: Path, kind: str) -> Path:
         script = f"import sys, setuptools.build_meta as build; build.build_{kind}(sys.argv[1])"
         command = [sys.executable, "-c", script, str(tmp_path)]
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         (built,) = tmp_path.glob("*.tar.gz" if kind == "sdist" else "*.whl")
         return built
@@ -134,12 +144,14 @@ def test_a_wheel_from_a_source_distribution_holds_the_modules_behind_the_links(t
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     with zipfile.ZipFile(build(unpacked, "wheel")) as wheel:
         held = {name for name in wheel.namelist() if name.startswith("lowwater/")}
+    compiled = {name for name in held if name.startswith("lowwater/engine/_fast.") and name.endswith(".so")}
+    assert bool(compiled) == (compiler != "false")
 
     expected = {"lowwater/py.typed", *(f"lowwater/{path.name}" for path in PACKAGE.glob("*.py"))}
     expected.add("lowwater/spark/log4j2.properties")
     for folder in (*(ROOT / name for name in LAYERS), PACKAGE / "cli"):
         expected |= {f"lowwater/{path.relative_to(folder.parent)}" for path in folder.rglob("*.py")}
-    assert held == expected
+    assert held - compiled == expected
 
 
 def test_importing_it_does_not_take_what_only_configurations_need() -> None:

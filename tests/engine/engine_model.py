@@ -39,6 +39,7 @@ from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
 from lowwater.engine.pages import decode_page
+from lowwater.engine.ranges import records_in
 from lowwater.engine.records import Head, Object, Page, is_transactional, transaction_of
 from lowwater.engine.references import decode_reference, is_reference
 from lowwater.engine.transaction_table import ids_in
@@ -523,7 +524,7 @@ def check_structure(db: Any, store: MemoryPages, seen: Counter[str] | None = Non
         assert bool(each.dirty) == bool(each.rec_seq)
         assert (each.frozen is not None) or not each.frozen_older
         for records, older in ((each.dirty, each.older), (each.frozen or {}, each.frozen_older)):
-            every = [*records.values(), *(record for chain in older.values() for record in chain)]
+            every = [*records.values(), *(record for held in older.values() for record in records_in(held))]
             dirty_bytes += sum(len(record) + overhead for record in every)
             assert set(older) <= set(records)
             txns = each.txns if records is each.dirty else each.frozen_txns

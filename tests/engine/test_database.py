@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ import pytest
 import lowwater
 from lowwater import Database, Delete, Put
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
+from lowwater.engine import format
 from lowwater.engine.database import EngineOptions
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.flush import AFTER_COMMIT, BEFORE_COMMIT, META_KEY, META_VERSION
 from lowwater.engine.log import LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
+from lowwater.engine.pieces import Piece
 from lowwater.errors import (
     AlreadyExists,
     Closed,
@@ -43,6 +46,7 @@ from lowwater.errors import (
     NotEmpty,
     NotFound,
     OlderVersion,
+    OutOfOrderSeq,
     OutOfSpace,
     VersionGone,
 )
@@ -304,6 +308,109 @@ def test_after_an_interrupted_flush_no_more_is_written(path: str, point: Failpoi
                 write()
         assert db.get("b", "99").value == b"v"
     with lowwater.open(path) as db:
+        assert sum(1 for _ in db.scan("b")) == 100
+        assert list(db.check()) == []
+
+
+def test_items_may_write_themselves(db: Database) -> None:
+    """They are asked for what they hold, and whoever held a lock then would wait for itself."""
+
+    def pair(number: int) -> Iterator[Any]:
+        db.put("b", f"of {number}", b"w")
+        yield f"{number}"
+        yield b"v"
+
+    writing = threading.Thread(target=db.put_many, args=("b", [pair(1), pair(2)]), daemon=True)
+    writing.start()
+    writing.join(30)
+    assert not writing.is_alive()
+    assert values_of(db) == {"1": b"v", "2": b"v", "of 1": b"w", "of 2": b"w"}
+
+
+def test_puts_end_where_the_seqs_do(db: Database) -> None:
+    """Compiled or not, it is said in the same words."""
+    chain = db._wal._chain
+    for seq_last in (format.SEQ_MAX, format.SEQ_MAX - 1):
+        db._wal._chain = chain._replace(seq_last=seq_last)
+        with pytest.raises(OutOfOrderSeq, match="the seqs are used up"):
+            db.put_many("b", [("j", b"v"), ("k", b"v")])
+    db._wal._chain = chain
+    db.put_many("b", [("j", b"v"), ("k", b"v")])
+    assert values_of(db) == {"j": b"v", "k": b"v"}
+
+
+class _InterruptedQueue(deque[Piece]):
+    """Ctrl-C comes when a call returns."""
+
+    def extend(self, pieces: Iterable[Piece]) -> None:
+        super().extend(pieces)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda db: db.put("b", "k", b"new"),
+        lambda db: db.put_many("b", [("j", b"new"), ("k", b"new")]),
+        lambda db: db.write([Put("b", "j", b"new"), Put("b", "k", b"new")]),
+    ],
+    ids=["put", "put_many", "write"],
+)
+def test_what_is_ordered_when_an_interrupt_comes_is_not_lost(
+    path: str, write: Callable[[Database], int]
+) -> None:
+    """The log has it, and memory does not: pages that are written then would say that they hold it."""
+    with lowwater.open(path) as db:
+        db.create_bucket("b")
+        db.put("b", "k", b"old")
+        db._wal._queue = _InterruptedQueue()
+        with pytest.raises(KeyboardInterrupt):
+            write(db)
+        for again in (db.flush, lambda: db.put("b", "l", b"v")):
+            with pytest.raises(LogPoisoned, match="could not be applied: KeyboardInterrupt"):
+                again()
+    with lowwater.open(path) as db:
+        assert db.get("b", "k").value == b"new"
+        assert list(db.check()) == []
+
+
+@pytest.mark.parametrize("point", [BEFORE_COMMIT, AFTER_COMMIT], ids=["before", "after"])
+def test_closing_waits_for_a_step_of_a_caller_that_flushes(path: str, point: Failpoint) -> None:
+    """Both work on one group: a step in the middle of another one would end both with an error, and leave
+    what is flushed where redo has to find it."""
+    db = lowwater.open(path)
+    db._task.stop()  # so that it is the caller who flushes
+    db.create_bucket("b")
+    db.put_many("b", [(f"{number}", b"v") for number in range(100)])
+    is_there, goes_on = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def guarded(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Closed:
+            pass  # the flusher's right: it was closed before it could look whether it is done
+        except BaseException as error:  # noqa: BLE001 — shown below
+            failures.append(error)
+
+    def hold() -> None:
+        is_there.set()
+        assert goes_on.wait(60)
+
+    with point.armed(hold):
+        flushing = threading.Thread(target=guarded, args=(db.flush,))
+        flushing.start()
+        assert is_there.wait(60)
+        closing = threading.Thread(target=guarded, args=(db.close,))
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive()
+        goes_on.set()
+        flushing.join()
+        closing.join()
+    assert failures == []
+    with lowwater.open(path) as db:
+        assert db.redone == 0
         assert sum(1 for _ in db.scan("b")) == 100
         assert list(db.check()) == []
 
@@ -1204,7 +1311,7 @@ def test_what_is_no_path_is_a_typed_error(call: Any, path: Any) -> None:
         call(path)
 
 
-def test_a_forked_child_closes_whatever_its_parent_did_meanwhile(tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_and_closes_whatever_its_parent_did_meanwhile(tmp_path: Path) -> None:
     """A thread that read a page, or had a lock, is not in the child: it would be waited for without end."""
     with lowwater.open(tmp_path / "data") as db:
         db.create_bucket("b")
@@ -1224,6 +1331,9 @@ def test_a_forked_child_closes_whatever_its_parent_did_meanwhile(tmp_path: Path)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
             try:
+                for use in (lambda: db.put_many("b", [("k", b"2")]), db.flush, db.checkpoint):
+                    with pytest.raises(LogPoisoned, match="was forked"):
+                        use()
                 db.close()
                 db.close()
                 os._exit(7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from lowwater.engine.entries import Control
 from lowwater.engine.format import Kind
 from lowwater.engine.log import LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.pieces import Piece
 from lowwater.engine.requests import Request, members_of
 from lowwater.engine.testing.engine import CLUSTER_ID, HISTORY, SALT, EngineConformance, Place, feed
 from lowwater.engine.testing.orchestrator import OrchestratorConformance
@@ -515,6 +517,31 @@ def test_below_what_was_purged_nothing_is_known_and_nothing_happens(
 
 
 # ---------------------------------------------------------------------------- durability, marks
+
+
+class _InterruptedQueue(deque[Piece]):
+    """Ctrl-C comes when a call returns."""
+
+    def extend(self, pieces: Iterable[Piece]) -> None:
+        super().extend(pieces)
+        raise KeyboardInterrupt
+
+
+def test_what_is_logged_when_an_interrupt_comes_is_not_lost(tmp_path: Path) -> None:
+    """The log has it, and memory does not: pages that are written then would say that they hold it."""
+    entries: list[Pair] = [(1, CREATE), (2, CreateBucket("b")), (3, Put("b", "k", b"v"))]
+    with Engine(tmp_path / "data") as engine:
+        feed(engine, entries[:2])
+        engine.sync()
+        engine._wal._queue = _InterruptedQueue()
+        with pytest.raises(KeyboardInterrupt):
+            engine.apply_log_entry(*entries[2])
+        with pytest.raises(LogPoisoned, match="could not be applied: KeyboardInterrupt"):
+            engine.apply_log_entry(4, Put("b", "k", b"w"))
+    with Engine(tmp_path / "data") as engine:
+        feed(engine, entries)
+        assert values(engine) == {"k": b"v"}
+        assert list(engine.check()) == []
 
 
 def test_an_entry_is_applied_before_it_is_durable(engine: Engine) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import lowwater
-from lowwater.engine import merge_aside, merge_process
+from lowwater.engine import flush, merge_aside, merge_process
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.locks import Owner
@@ -137,6 +137,7 @@ def _transact(db: Database) -> None:
 
 def _merge_aside(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once by another process, once in vain."""
+    monkeypatch.setattr(flush, "IS_COMPILED", False)
     monkeypatch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
     for number in range(2):
         db.put_many("b", [(f"{each:05}", b"v" * 20) for each in range(5000)])

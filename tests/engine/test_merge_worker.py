@@ -36,7 +36,8 @@ SRC = Path(__file__).parents[2] / "src"
 
 @pytest.fixture(autouse=True)
 def _for_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every flush goes to the worker, each of its own database."""
+    """Every flush goes to the worker, each of its own database, and none to compiled code."""
+    monkeypatch.setattr(flush, "IS_COMPILED", False)
     monkeypatch.setattr(merge_aside, "CHANGES_MIN", 1)
     monkeypatch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
     monkeypatch.setattr(
@@ -418,7 +419,7 @@ while True:
 @pytest.fixture
 def living(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process with a database, and its worker's pid."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PURE_PYTHON": "1"}
     command = [sys.executable, "-c", LIVE, str(tmp_path / "data"), getattr(request, "param", "")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:

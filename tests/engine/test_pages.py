@@ -758,6 +758,21 @@ def test_merging_by_column_is_merging(
     assert all(each.has_mere_puts for _, each in by_column)
 
 
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_puts_come_into_a_page_that_has_become_empty(count: int) -> None:
+    """Of many changes to a page the first may be deletions of all that it has."""
+    keys = [encode_key(b"b", b"%03d" % number) for number in range(count)]
+    seqs = array("Q", range(501, 501 + count))
+    columns = (seqs, seqs[:], bytearray(count), [b"v"] * count)
+    empty = Page(400, [], array("Q"), array("Q"), bytearray(), [], [])
+    for boundaries in (Boundaries(b"salt", 1), Boundaries(b"salt", 10**9)):
+        expected = merge_puts(None, b"\1b", keys, columns, frozen_seq=900, boundaries=boundaries)
+        merged = merge_puts(empty, b"\1b", keys, columns, frozen_seq=900, boundaries=boundaries)
+        assert [(key, encode_page(each, key)) for key, each in merged] == [
+            (key, encode_page(each, key)) for key, each in expected
+        ]
+
+
 @given(st.lists(st.binary(min_size=1, max_size=600)), st.sampled_from([1, 2, 7, 64, 10**9]))
 def test_the_cuts_of_many_keys_are_those_of_each(keys: list[bytes], page_keys: int) -> None:
     boundaries = Boundaries(b"salt", page_keys)

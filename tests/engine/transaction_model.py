@@ -325,6 +325,7 @@ class TransactionChances:
                 self.driver.txn_write(opened, written)
                 if self.rng.random() < 0.3:
                     self.driver.machine.step()
+                    self.driver.absorb()
 
     def txn_delete(self) -> None:
         opened = self._txn()

@@ -1,0 +1,94 @@
+"""The loops that cost most, compiled (`_fast*.c`) where the package was built with a C compiler.
+
+Always true:
+  - compiled or not, the same bytes come out; tests hold both together. Nothing but speed depends on it;
+  - compiled code says None to what is unusual, and has changed nothing then: who asked does it step by step,
+    which always works, and says what is wrong.
+
+`PURE_PYTHON=1` in the environment does without, as it does for other packages.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lowwater.engine.format import U64
+
+if TYPE_CHECKING:
+    from lowwater.engine.ranges import Range
+    from lowwater.engine.records import Record
+
+# As in `_fast.h`.
+VERSION = 2
+
+Changes = tuple[int, int, list[tuple["Range", bytes, bytes]], list[tuple["Range", bytes]]]
+"""How many bytes left, of how many records; (range, key, record) of what somebody may still read; and the
+ranges that had no change before, with their first record."""
+PutFrames = tuple[list[bytes], list[bytes], bytes, bytes]
+"""The keys in pages, the frames, all frames joined, and their positions as u32."""
+MergedRange = tuple[int, list[tuple[int, list[tuple[bytes, bytes]]]]]
+"""How many bytes the records have; and of each page that has changes its index (-1: below the first), and
+the keys and bytes of the pages that it becomes."""
+
+
+def _put_changes(
+    lows: list[bytes],
+    ranges: list[Range],
+    keys: Sequence[bytes],
+    records: Sequence[Record],
+    keeps_older: bool,
+) -> Changes:
+    """Have records as the newest changes of their keys, in the ranges that begin at `lows`."""
+    left_bytes = left_count = 0
+    older, begun = [], []
+    for key, record in zip(keys, records, strict=True):
+        place = ranges[bisect_right(lows, key) - 1]
+        dirty = place.dirty
+        before = dirty.setdefault(key, record)
+        if before is not record:
+            dirty[key] = record
+            if keeps_older and U64.unpack_from(before) < U64.unpack_from(record):
+                older.append((place, key, before))
+            else:
+                left_bytes += len(before)
+                left_count += 1
+        elif not place.rec_seq:
+            begun.append((place, record))
+    return left_bytes, left_count, older, begun
+
+
+def _nothing(*_: Any) -> None:
+    """All of it step by step."""
+
+
+def _not_here(*_: Any) -> Any:
+    return NotImplemented
+
+
+def _compiled() -> Any:
+    if os.environ.get("PURE_PYTHON"):
+        return None
+    try:
+        module = import_module("lowwater.engine._fast")
+    except ImportError:
+        return None
+    # One that was built from older files, in a checkout, is as good as none.
+    return module if getattr(module, "VERSION", 0) == VERSION else None
+
+
+_module = _compiled()
+IS_COMPILED: bool = _module is not None
+
+put_changes: Callable[..., Changes] = _module.put_changes if IS_COMPILED else _put_changes
+# Pairs of text and bytes as frames of puts.
+put_frames: Callable[..., PutFrames | None] = _module.put_frames if IS_COMPILED else _nothing
+# The changes of a range, merged into its pages. Others run meanwhile.
+merge_range: Callable[..., MergedRange | None] = _module.merge_range if IS_COMPILED else _nothing
+# The row of a key in the bytes of a page, None where there is none; NotImplemented where Python has to look.
+newest_row: Callable[[bytes, bytes], Any] = _module.newest_row if IS_COMPILED else _not_here
+# Rows of a plain page as objects; NotImplemented likewise.
+plain_objects: Callable[..., Any] = _module.plain_objects if IS_COMPILED else _not_here
