@@ -1,4 +1,4 @@
-/* Making the frames of many puts, remembering them as changes, and the module itself. */
+/* Remembering changes, and the module itself. */
 
 #include "_fast.h"
 
@@ -11,144 +11,6 @@ append_row(PyObject *list, PyObject *first, PyObject *second, PyObject *third)
     const int failed = row ? PyList_Append(list, row) : -1;
     Py_XDECREF(row);
     return failed;
-}
-
-/* ------------------------------------------------------------------ frames of puts */
-
-#define KEY_BYTES_MAX 1024
-
-const char put_frames_doc[] =
-    "put_frames(pairs, prefix, seq_first, time_us, offset, bytes_max, payload_bytes_max)\n--\n\n"
-    "(keys, frames, all of them joined, their positions); None where Python has to look at it.";
-
-/* How large the payload is of a pair of text and bytes; -1 where it is another one. */
-static Py_ssize_t
-payload_size_of(PyObject *pair, Py_ssize_t bucket_size, Py_ssize_t payload_bytes_max)
-{
-    if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        return -1;
-    }
-    PyObject *text = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
-    if (!PyUnicode_CheckExact(text) || !PyUnicode_IS_COMPACT_ASCII(text) || !PyBytes_CheckExact(value)) {
-        return -1;
-    }
-    const Py_ssize_t key_size = PyUnicode_GET_LENGTH(text), value_size = PyBytes_GET_SIZE(value);
-    if (!key_size || key_size > KEY_BYTES_MAX || value_size > payload_bytes_max ||
-        FIXED_BYTES + bucket_size + key_size + value_size > payload_bytes_max) {
-        return -1;
-    }
-    return FIXED_BYTES + bucket_size + key_size + value_size;
-}
-
-/* Write the frame of such a pair, the rest of which is in `fixed`. */
-static void
-write_frame(uint8_t *frame, uint64_t seq, const uint8_t fixed[FIXED_BYTES], PyObject *bucket_prefix, PyObject *pair,
-            uint32_t payload_size)
-{
-    PyObject *text = PyTuple_GET_ITEM(pair, 0), *value = PyTuple_GET_ITEM(pair, 1);
-    const size_t bucket_size = (size_t)PyBytes_GET_SIZE(bucket_prefix) - 1;
-    const uint16_t key_size = (uint16_t)PyUnicode_GET_LENGTH(text);
-    uint8_t *payload = frame + FRAME_BYTES, *at = payload + FIXED_BYTES;
-    memcpy(frame, &seq, 8);
-    memcpy(frame + 8, &payload_size, 4);
-    memcpy(payload, fixed, FIXED_BYTES);
-    memcpy(payload + 5, &key_size, 2);
-    memcpy(at, PyBytes_AS_STRING(bucket_prefix) + 1, bucket_size);
-    memcpy(at + bucket_size, PyUnicode_1BYTE_DATA(text), key_size);
-    memcpy(at + bucket_size + key_size, PyBytes_AS_STRING(value), (size_t)PyBytes_GET_SIZE(value));
-    const uint32_t checksum = ~crc_of(crc_of(CRC_START, frame, HEAD_BYTES), payload, payload_size);
-    memcpy(frame + HEAD_BYTES, &checksum, 4);
-}
-
-/* What a key is called in pages. */
-static PyObject *
-page_key_of(PyObject *bucket_prefix, PyObject *text)
-{
-    const Py_ssize_t prefix_size = PyBytes_GET_SIZE(bucket_prefix), key_size = PyUnicode_GET_LENGTH(text);
-    PyObject *key = PyBytes_FromStringAndSize(NULL, prefix_size + key_size);
-    if (key) {
-        memcpy(PyBytes_AS_STRING(key), PyBytes_AS_STRING(bucket_prefix), (size_t)prefix_size);
-        memcpy(PyBytes_AS_STRING(key) + prefix_size, PyUnicode_1BYTE_DATA(text), (size_t)key_size);
-    }
-    return key;
-}
-
-PyObject *
-put_frames(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
-{
-    (void)module;
-    if (arg_count != 7 || !PyList_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "put_frames takes pairs, a prefix and five numbers");
-        return NULL;
-    }
-    PyObject *pairs = args[0], *prefix = args[1];
-    const Py_ssize_t count = PyList_GET_SIZE(pairs), bucket_size = PyBytes_GET_SIZE(prefix) - 1;
-    const uint64_t seq_first = PyLong_AsUnsignedLongLong(args[2]);
-    const uint64_t time_us = PyLong_AsUnsignedLongLong(args[3]);
-    const Py_ssize_t offset = PyLong_AsSsize_t(args[4]);
-    const Py_ssize_t bytes_max = PyLong_AsSsize_t(args[5]);
-    const Py_ssize_t payload_bytes_max = PyLong_AsSsize_t(args[6]);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    if (!count || bucket_size < 0 || bucket_size != (uint8_t)PyBytes_AS_STRING(prefix)[0] || bytes_max < 0 ||
-        offset < 0 || offset > UINT32_MAX - bytes_max || seq_first + (uint64_t)(count - 1) < seq_first) {
-        Py_RETURN_NONE;
-    }
-
-    /* After the new lists nothing lets Python code run. */
-    PyObject *keys = PyList_New(count), *frames = PyList_New(count);
-    PyObject *joined = NULL, *positions = NULL, *result = NULL;
-    if (!keys || !frames) {
-        goto done;
-    }
-    Py_ssize_t total = 0;
-    int is_usual = PyList_GET_SIZE(pairs) == count;
-    for (Py_ssize_t i = 0; is_usual && i < count; i++) {
-        const Py_ssize_t size = payload_size_of(PyList_GET_ITEM(pairs, i), bucket_size, payload_bytes_max);
-        total += FRAME_BYTES + size;
-        is_usual = size >= 0 && total <= bytes_max;
-    }
-    if (!is_usual) {
-        result = Py_NewRef(Py_None);
-        goto done;
-    }
-
-    joined = PyBytes_FromStringAndSize(NULL, total);
-    positions = PyBytes_FromStringAndSize(NULL, 4 * count);
-    if (!joined || !positions) {
-        goto done;
-    }
-    const uint16_t bucket_size_16 = (uint16_t)bucket_size;
-    uint8_t fixed[FIXED_BYTES] = {KIND_PUT};
-    memcpy(fixed + 3, &bucket_size_16, 2);
-    memcpy(fixed + 9, &time_us, 8);
-    Py_ssize_t at = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *pair = PyList_GET_ITEM(pairs, i);
-        const Py_ssize_t payload_size = payload_size_of(pair, bucket_size, payload_bytes_max);
-        const Py_ssize_t frame_size = FRAME_BYTES + payload_size;
-        PyObject *key = page_key_of(prefix, PyTuple_GET_ITEM(pair, 0));
-        PyObject *frame = PyBytes_FromStringAndSize(NULL, frame_size);
-        PyList_SET_ITEM(keys, i, key); /* NULL is as good as nothing */
-        PyList_SET_ITEM(frames, i, frame);
-        if (!key || !frame) {
-            goto done;
-        }
-        uint8_t *bytes = (uint8_t *)PyBytes_AS_STRING(frame);
-        write_frame(bytes, seq_first + (uint64_t)i, fixed, prefix, pair, (uint32_t)payload_size);
-        const uint32_t position = (uint32_t)(offset + at);
-        memcpy(PyBytes_AS_STRING(positions) + 4 * i, &position, 4);
-        memcpy(PyBytes_AS_STRING(joined) + at, bytes, (size_t)frame_size);
-        at += frame_size;
-    }
-    result = PyTuple_Pack(4, keys, frames, joined, positions);
-done:
-    Py_XDECREF(keys);
-    Py_XDECREF(frames);
-    Py_XDECREF(joined);
-    Py_XDECREF(positions);
-    return result;
 }
 
 /* ------------------------------------------------------------------ changes */
@@ -285,6 +147,8 @@ done:
 
 static PyMethodDef methods[] = {
     {"put_frames", (PyCFunction)(void (*)(void))put_frames, METH_FASTCALL, put_frames_doc},
+    {"put_records", (PyCFunction)(void (*)(void))put_records, METH_FASTCALL, put_records_doc},
+    {"walk_frames", (PyCFunction)(void (*)(void))walk_frames, METH_FASTCALL, walk_frames_doc},
     {"put_changes", (PyCFunction)(void (*)(void))put_changes, METH_FASTCALL, put_changes_doc},
     {"merge_range", (PyCFunction)(void (*)(void))merge_range, METH_FASTCALL, merge_range_doc},
     {"newest_row", (PyCFunction)(void (*)(void))newest_row, METH_FASTCALL, newest_row_doc},

@@ -25,7 +25,7 @@
 
 /* As `VERSION` of `engine/fast.py`: a module that an older checkout has left is not used. Change both with
    everything that changes what Python calls, or what it answers. */
-#define VERSION 2
+#define VERSION 3
 
 /* A frame is its seq (8 bytes), the payload's length (4), the checksum of both and the payload (4), and the
    payload: kind, flags, lengths of bucket, key and metadata, time, origin, optional groups, and then bucket, key,
@@ -52,11 +52,14 @@ uint64_t blake3_short(const uint8_t hash_key[HASH_BYTES], const uint8_t *data, s
 /* ------------------------------------------------------------------ what Python calls */
 
 PyObject *put_frames(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
+PyObject *put_records(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
+PyObject *walk_frames(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 PyObject *put_changes(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 PyObject *merge_range(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 PyObject *newest_row(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 PyObject *plain_objects(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
-extern const char put_frames_doc[], put_changes_doc[], merge_range_doc[], newest_row_doc[], plain_objects_doc[];
+extern const char put_frames_doc[], put_records_doc[], walk_frames_doc[], put_changes_doc[], merge_range_doc[],
+    newest_row_doc[], plain_objects_doc[];
 
 /* Append a tuple of two or three to a list. */
 int append_row(PyObject *list, PyObject *first, PyObject *second, PyObject *third);

@@ -43,7 +43,7 @@ from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, frames_of, places_of
 from lowwater.engine.reader import ColdSource, place_of
 from lowwater.engine.records import VALUE_PLACE, Marks
-from lowwater.engine.replay import Meta, Progress, frames_from, read_meta, redo
+from lowwater.engine.replay import Meta, Progress, parts_from, read_meta, redo
 from lowwater.engine.seams import Task
 from lowwater.engine.space import Space
 from lowwater.engine.state import State
@@ -264,8 +264,9 @@ class Core:
 
     def _redo(self, redo_seq: int, progress: Progress | None) -> int:
         recovering = Recovering(self, redo_seq, progress)
-        frames = frames_from(self._log, self._seams.files, redo_seq)
-        count = redo(self._state, frames, make_room=self._make_room_in_redo, applied=recovering.applied)
+        state = self._state
+        read = parts_from(self._log, self._seams.files, redo_seq, state.small_record_bytes)
+        count = redo(state, read, make_room=self._make_room_in_redo, applied=recovering.applied)
         recovering.done()
         return count
 

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from lowwater.engine.records import Record
 
 # As in `_fast.h`.
-VERSION = 2
+VERSION = 3
 
 Changes = tuple[int, int, list[tuple["Range", bytes, bytes]], list[tuple["Range", bytes]]]
 """How many bytes left, of how many records; (range, key, record) of what somebody may still read; and the
 ranges that had no change before, with their first record."""
 PutFrames = tuple[list[bytes], list[bytes], bytes, bytes]
 """The keys in pages, the frames, all frames joined, and their positions as u32."""
+PutRecords = tuple[list[bytes], list[bytes], int, int]
+"""The keys in pages and the records of puts, the last one's seq, and where it ends."""
+WalkedFrames = tuple[bytes, int, int, int]
+"""The positions of frames as u32, the last one's seq and time, and where it ends."""
 MergedRange = tuple[int, list[tuple[int, list[tuple[bytes, bytes]]]]]
 """How many bytes the records have; and of each page that has changes its index (-1: below the first), and
 the keys and bytes of the pages that it becomes."""
@@ -86,6 +90,9 @@ IS_COMPILED: bool = _module is not None
 put_changes: Callable[..., Changes] = _module.put_changes if IS_COMPILED else _put_changes
 # Pairs of text and bytes as frames of puts.
 put_frames: Callable[..., PutFrames | None] = _module.put_frames if IS_COMPILED else _nothing
+# The mere puts that follow one another in bytes of a log; and where plain frames begin, each of them checked.
+put_records: Callable[..., PutRecords] | None = _module.put_records if IS_COMPILED else None
+walk_frames: Callable[..., WalkedFrames] | None = _module.walk_frames if IS_COMPILED else None
 # The changes of a range, merged into its pages. Others run meanwhile.
 merge_range: Callable[..., MergedRange | None] = _module.merge_range if IS_COMPILED else _nothing
 # The row of a key in the bytes of a page, None where there is none; NotImplemented where Python has to look.

@@ -29,6 +29,8 @@ from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.due import Due, as_stored, from_stored
+from lowwater.engine.fast import PutRecords
+from lowwater.engine.fast import put_records as compiled_put_records
 from lowwater.engine.flush import META_KEY, META_VERSION
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.log import Log
@@ -110,17 +112,29 @@ def encode_meta(meta: Meta) -> bytes:
     return data
 
 
-class Placed(NamedTuple):
-    """A frame, and where it lies."""
+class Puts(NamedTuple):
+    """Mere puts that follow one another: keys in pages, records, and the last one's seq."""
+
+    keys: list[bytes]
+    records: list[Record]
+    seq_last: int
+
+
+class Other(NamedTuple):
+    """Any other frame, and where it lies."""
 
     seq: int
-    frame: bytes
+    payload: bytes
     segment_first: int
     offset: int
 
 
-def frames_from(log: Log, files: Files, seq: int) -> Iterator[list[Placed]]:
-    """The durable frames from `seq` on, in runs, each checked."""
+Part = Puts | Other
+
+
+def parts_from(log: Log, files: Files, seq: int, small_bytes: int) -> Iterator[list[Part]]:
+    """The durable frames from `seq` on, each checked, as much at once as one reading brings. `small_bytes` is
+    from where on a record says where its value lies."""
     wal = log.wal
     with wal.lock:
         places = [
@@ -140,77 +154,105 @@ def frames_from(log: Log, files: Files, seq: int) -> Iterator[list[Placed]]:
                 file = files.open(path)
         try:
             with typed_errors(path, "read the log"):
-                yield from _frames_of(file, path, segment_first, end, seq)
+                yield from _parts_of(file, segment_first, end, seq, small_bytes)
         finally:
             file.close()
 
 
-def _frames_of(file: File, path: str, segment_first: int, end: int, seq_from: int) -> Iterator[list[Placed]]:
-    unpack = format.FRAME.unpack_from
-    new = tuple.__new__
+def _parts_of(
+    file: File, segment_first: int, end: int, seq_from: int, small_bytes: int
+) -> Iterator[list[Part]]:
     offset = format.HEADER_BYTES
     want = READ_BYTES
     while offset < end:
         data = file.read_at(offset, min(want, end - offset))
-        at, size = 0, len(data)
-        run = []
-        while at + 16 <= size:
-            seq, length, checksum = unpack(data, at)
-            stop = at + 16 + length
-            if stop > size:
-                break
-            if seq >= seq_from:
-                frame = data[at:stop]
-                if crc32(frame[16:], crc32(frame[:12])) != checksum:
-                    raise Corrupt("a frame's checksum does not match", path=path, seq=seq, offset=offset + at)
-                run.append(new(Placed, (seq, frame, segment_first, offset + at)))
-            at = stop
-        if not at:
-            if size < want:
-                raise Corrupt("the log ends inside a frame", path=path, offset=offset)
+        parts, read_bytes = _parts_in(data, segment_first, offset, seq_from, small_bytes)
+        if not read_bytes:
+            if len(data) < want:
+                raise Corrupt("the log ends inside a frame", offset=offset)
             want *= 2
             continue
         want = READ_BYTES
-        offset += at
-        yield run
+        offset += read_bytes
+        yield parts
+
+
+def _parts_in(
+    data: bytes, segment_first: int, offset: int, seq_from: int, small_bytes: int
+) -> tuple[list[Part], int]:
+    """The frames of `data`, which lies at `offset`, from `seq_from` on; and where the last whole one ends."""
+    parts: list[Part] = []
+    at = 0
+    while True:
+        keys, records, seq, at = put_records(data, at, seq_from, small_bytes, segment_first, offset)
+        if keys:
+            parts.append(Puts(keys, records, seq))
+        # What it leaves is no mere put, or not whole, or damaged.
+        if at + FRAME_BYTES > len(data):
+            return parts, at
+        seq, length, checksum = format.FRAME.unpack_from(data, at)
+        start, stop = at + FRAME_BYTES, at + FRAME_BYTES + length
+        if stop > len(data):
+            return parts, at
+        if seq >= seq_from:
+            payload = data[start:stop]
+            if format.frame_checksum(seq, payload) != checksum:
+                raise Corrupt("a frame's checksum does not match", seq=seq, offset=offset + at)
+            parts.append(Other(seq, payload, segment_first, offset + at))
+        at = stop
+
+
+def _put_records(
+    data: bytes, at: int, seq_from: int, small_bytes: int, segment_first: int, offset: int
+) -> PutRecords:
+    """The mere puts that follow one another from `at` on, up to what is none, not whole, or damaged. What is
+    below `seq_from` is passed over."""
+    keys: list[bytes] = []
+    records: list[Record] = []
+    places = KeyPlaces()
+    unpack = format.FRAME.unpack_from
+    last_seq, size = 0, len(data)
+    while at + FRAME_BYTES <= size:
+        seq, length, checksum = unpack(data, at)
+        stop = at + FRAME_BYTES + length
+        if stop > size:
+            break
+        if seq >= seq_from:
+            frame = data[at:stop]
+            place = places[frame[SHAPE]]
+            if place is None or crc32(frame[16:], crc32(frame[:12])) != checksum:
+                break
+            last_seq = seq
+            keys.append(place[0] + frame[FRAME_FIXED_BYTES : place[1]])
+            records.append(put_record(frame, small_bytes, segment_first, offset + at))
+        at = stop
+    return keys, records, last_seq, at
+
+
+put_records = compiled_put_records or _put_records
 
 
 def redo(
     state: State,
-    frames: Iterator[list[Placed]],
+    read: Iterator[list[Part]],
     *,
     make_room: Callable[[], None],
     applied: Callable[[int, int], None],
 ) -> int:
-    """Apply frames, and return how many there were. `applied` is told of each run: how many frames, and the
-    last one's seq."""
-    count = 0
-    for run in frames:
+    """Apply frames, and return how many there were. `applied` is told of each reading: how many frames, and
+    the last one's seq."""
+    total = 0
+    for parts in read:
+        count = 0
         with state.lock:
-            _apply_run(state, run)
-        count += len(run)
+            for part in parts:
+                if isinstance(part, Puts):
+                    state.apply_puts(*part)
+                    count += len(part.keys)
+                else:
+                    state.apply(*part)
+                    count += 1
+        total += count
         make_room()
-        applied(len(run), state.applied)
-    return count
-
-
-def _apply_run(state: State, run: list[Placed]) -> None:
-    """Frames of mere puts go in together."""
-    keys: list[bytes] = []
-    records: list[Record] = []
-    small_bytes = state.small_record_bytes
-    seq = seq_put = 0
-    places = KeyPlaces()
-    for seq, frame, segment_first, offset in run:
-        place = places[frame[SHAPE]]
-        if place is not None:
-            seq_put = seq
-            keys.append(place[0] + frame[FRAME_FIXED_BYTES : place[1]])
-            records.append(put_record(frame, small_bytes, segment_first, offset))
-            continue
-        if keys:
-            state.apply_puts(keys, records, seq_put)
-            keys, records = [], []
-        state.apply(seq, frame[FRAME_BYTES:], segment_first, offset)
-    if keys:
-        state.apply_puts(keys, records, seq_put)
+        applied(count, state.applied)
+    return total

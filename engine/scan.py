@@ -15,6 +15,7 @@ from typing import Protocol
 from lowwater.engine import format
 from lowwater.engine.chain import FIRST_CONTROL_KIND, Chain, before_segment
 from lowwater.engine.checksum import crc32
+from lowwater.engine.fast import walk_frames
 from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, Flag, SegmentHeader
 from lowwater.engine.pieces import GroupWalk, step
 from lowwater.errors import DataError, InputError, NewerVersion
@@ -22,6 +23,9 @@ from lowwater.errors import DataError, InputError, NewerVersion
 READ_BYTES = 2**20
 _ZEROS = bytes(READ_BYTES)
 _GROUP = int(Flag.GROUP)
+# Of data, as most frames are.
+_PLAIN_KINDS = bytes(kind for kind in format.Kind if kind < FIRST_CONTROL_KIND)
+_PLAIN_FLAGS = format.FLAGS_KNOWN & ~_GROUP
 
 
 class Readable(Protocol):
@@ -64,7 +68,14 @@ def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
         view = memoryview(data)
         size = len(data)
         needed = format.FRAME_FIXED_BYTES
-        while size - position >= format.FRAME_FIXED_BYTES:
+        while True:
+            if walk_frames is not None and good is None and chain.body_bytes:
+                found, seq_last, time_us, position = walk_frames(
+                    data, position, seq_last, time_us, _PLAIN_KINDS, _PLAIN_FLAGS, offset, segment_bytes
+                )
+                positions.frombytes(found)
+            if size - position < format.FRAME_FIXED_BYTES:
+                break
             seq, length, checksum, kind, flags, _, _, _, frame_time_us, _ = unpack(data, position)
             frame_end = position + FRAME_BYTES + length
             if frame_end > size:

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from tests.engine.compiled import blocks_left, needs_compiled, refused
 
 from lowwater.engine import database, fast, flush, format, pages, pieces, state
 from lowwater.engine.chain import Chain, LogSettings
@@ -63,10 +64,6 @@ from lowwater.engine.records import (
 )
 from lowwater.engine.references import Reference, encode_reference
 from lowwater.errors import LowwaterError
-
-needs_compiled = pytest.mark.skipif(
-    not fast.IS_COMPILED, reason="NOT TESTED: the loops of engine/_fast.c are not compiled here"
-)
 
 MIB = 2**20
 SEQ_MAX = 2**64 - 1
@@ -920,29 +917,6 @@ def test_a_key_of_any_size_begins_a_page_where_python_has_it_begin() -> None:
 
 
 # ---------------------------------------------------------------------------- memory
-
-
-def blocks_left(call: Callable[[], object]) -> int:
-    """How many more pieces of memory are in use after the call was repeated."""
-    for _ in range(100):
-        call()
-    gc.collect()
-    before = sys.getallocatedblocks()
-    for _ in range(10_000):
-        call()
-    gc.collect()
-    return sys.getallocatedblocks() - before
-
-
-def refused(call: Callable[[], object]) -> Callable[[], object]:
-    def tried() -> None:
-        try:
-            call()
-        except (TypeError, IndexError, AttributeError, UnicodeDecodeError):
-            return
-        raise AssertionError("it was done")
-
-    return tried
 
 
 @needs_compiled
