@@ -60,9 +60,10 @@ GROUP_BYTES_MIN = 2 * 2**20
 GROUP_SHARE = 16
 # When transactions have written so much that ended since, their pages are stamped.
 SWEEP_ABOVE_BYTES = 4 * 2**20
-# What a range without pages is divided by: so many of its keys, into at most so many parts.
+# What new keys are divided by: so many of them, into at most so many parts with about so many each.
 SAMPLED_KEYS = 4096
 PARTS_MAX = 32
+PART_CHANGES_MIN = 4096
 # How many changed keys are sorted, and merged, and sessions encoded, before others may run.
 SORTED_AT_ONCE = 256
 MERGED_AT_ONCE = 64
@@ -148,7 +149,7 @@ class Flusher:
         )
         self.identity = identity
         self._make_durable = make_durable
-        # Pages of ranges that were divided before there was anything in the store.
+        # Pages at which ranges were divided, and of which the store has nothing yet.
         self._unstored: dict[bytes, Page] = {}
         self._job: Generator[None, None, None] | None = None
         self._following: _Group | None = None
@@ -229,7 +230,7 @@ class Flusher:
         """With the lock."""
         state = self._state
         for each in state.map.ranges:
-            if len(each.dirty) > CHANGES_MAX and all(key in self._unstored for key in each.layout.keys):
+            if len(each.dirty) > CHANGES_MAX:
                 self._divide_changes(each)
         if self._goes_on:
             self._goes_on = False
@@ -786,17 +787,38 @@ class Flusher:
         self._replace(each, parts)
 
     def _divide_changes(self, each: Range) -> None:
-        """With the lock: a range that has nothing in the store yet. It can be divided at any key; at one that
-        begins a page, pages come out as they would have anyway. Each part gets a page at once, which goes
-        to the store with the first others: or a page before it would claim the part's keys."""
+        """With the lock: a range most of whose changes lie above its last page's keys, as all do when keys
+        come in ascending order. It can be divided there at any key; at one that begins a page, pages come out
+        as they would have anyway. Each part gets a page at once, which goes to the store with the first
+        others: or a page before it would claim the part's keys."""
         every = len(each.dirty) // SAMPLED_KEYS + 1
-        sample = sorted(islice(each.dirty, 0, None, every))
-        lows = sorted({*self._state.boundaries.cuts(sample)} - {each.low})
-        lows = [each.low, *lows[:: len(lows) // PARTS_MAX + 1]]
-        if len(lows) > 1 and lows[1] > each.low:
-            self._unstored.update((low, _placeholder(low, 0)) for low in lows[1:])
-            parts = [Range(low, Layout([low], [self._unstored[low]])) for low in lows[1:]]
+        sample = [*islice(each.dirty, 0, None, every)]
+        page_keys = each.layout.keys
+        above = [key for key in sample if not page_keys or key > page_keys[-1]]
+        if 2 * len(above) < len(sample):
+            return
+        last = self._last_key(each)
+        if last is None:
+            return
+        lows = sorted({low for low in self._state.boundaries.cuts(above) if low > last})
+        lows = lows[:: len(lows) // min(PARTS_MAX, len(each.dirty) // PART_CHANGES_MIN) + 1]
+        if lows:
+            self._unstored.update((low, _placeholder(low, 0)) for low in lows)
+            parts = [Range(low, Layout([low], [self._unstored[low]])) for low in lows]
             self._replace(each, [Range(each.low, each.layout), *parts])
+
+    def _last_key(self, each: Range) -> bytes | None:
+        """Of its pages; None where changes wait for them, or will."""
+        layout = each.layout
+        if not layout.keys:
+            return each.low
+        page = layout.pages[-1]
+        try:
+            return (
+                None if each.waiting else (page or self._state.fetch(layout, len(layout.keys) - 1)).keys[-1]
+            )
+        except PageAway:
+            return None
 
     def _replace(self, each: Range, parts: list[Range]) -> None:
         """With the lock: a range by several, which get its changes."""

@@ -371,6 +371,7 @@ def small_limits(
         patch.setattr(flush, "GROUP_BYTES", group_bytes)
         patch.setattr(flush, "MERGED_AT_ONCE", 3)
         patch.setattr(flush, "PARTS_MAX", 3)
+        patch.setattr(flush, "PART_CHANGES_MIN", 4)
         patch.setattr(flush, "SWEEP_ABOVE_BYTES", 2000)
         patch.setattr(transactions, "SPILL_ABOVE_BYTES", 700)
         patch.setattr(transactions, "PIECE_BYTES", 300)
@@ -1093,7 +1094,8 @@ class Chance(TransactionChances):
     """Draws calls for a driver from one seed."""
 
     WEIGHTS: ClassVar[dict[str, float]] = {
-        "put": 30, "put_many": 10, "put_if": 6, "delete": 14, "copy": 6, "write": 8, "get": 14, "get_at": 10,
+        "put": 30, "put_many": 10, "put_ascending": 1, "put_if": 6, "delete": 14, "copy": 6, "write": 8,
+        "get": 14, "get_at": 10,
         "list": 5, "open_scan": 4, "advance_scan": 8, "abandon_scan": 1, "create_bucket": 8,
         "delete_bucket": 2, "empty_bucket": 1, "snapshot": 2, "drop_snapshot": 2, "move_horizon": 2,
         "root": 1, "flush": 1, "checkpoint": 2, "step": 40, "idle": 2, "advance": 6, "reopen": 1, "crash": 1,
@@ -1117,12 +1119,15 @@ class Chance(TransactionChances):
             weights = weights | {
                 name: weight * often for name, weight in self.WEIGHTS_IN_TRANSACTIONS.items()
             }
+        if rng.random() < 0.2:
+            weights = weights | {"put_ascending": 20}
         self.names = list(weights)
         rare = rng.choice((0.1, 1, 3))  # some databases live long
         self.weights = [
             weight * (rare if "crash" in name or name == "reopen" else 1) for name, weight in weights.items()
         ]
         self.keys = rng.sample(KEYS, rng.choice((20, len(KEYS))))
+        self.next_number = 0
 
     def run(self, steps: int) -> None:
         for name in self.rng.choices(self.names, self.weights, k=steps):
@@ -1172,6 +1177,13 @@ class Chance(TransactionChances):
 
     def put_many(self) -> None:
         items = [(self.key(), self.value()) for _ in range(self.rng.choice((1, 3, 10)))]
+        self.driver.put_many(self.bucket(), items)
+
+    def put_ascending(self) -> None:
+        """Keys above all others, of which there are not ever more."""
+        numbers = range(self.next_number, self.next_number + self.rng.choice((20, 40)))
+        self.next_number = numbers.stop % 100
+        items = [(f"\U0010ffff{number:03}", self.value()) for number in numbers]
         self.driver.put_many(self.bucket(), items)
 
     def put_if(self) -> None:

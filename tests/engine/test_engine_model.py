@@ -539,3 +539,41 @@ def test_the_model_itself_finds_a_change_that_left_memory_too_early(monkeypatch:
     monkeypatch.setattr(Range, "freeze", freeze)
     with pytest.raises((AssertionError, LowwaterError, pytest.fail.Exception)):
         run_all(range(20), 300)
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "stored"])
+@pytest.mark.parametrize("crash", ["before", "between", "after"])
+def test_keys_in_ascending_order_divide_the_range_that_they_come_to(crash: str, in_memory: bool) -> None:
+    """It has pages, and all that come are merged into the last one of them: at once, if they lie in one
+    range. What was deleted above the last page's keys stays deleted."""
+    driver = opened()
+    names = [f"{n:03}" for n in range(300)]
+    driver.put_many("a", [(name, b"") for name in names[:160]])
+    flush_pages(driver)
+    for name in names[150:160]:
+        driver.delete("a", name)
+    flush_pages(driver)
+    if not in_memory:
+        driver.reopen()
+    db = driver.db
+    before = [each.low for each in db._state.map.ranges]
+    driver.put_many("a", [(name, b"again") for name in names[155:]])
+    with db._state.lock:
+        db._flusher._choose_ranges()
+    after = [each.low for each in db._state.map.ranges]
+    divided_at = sorted({*after} - {*before})
+    assert len(divided_at) > 1
+    assert min(divided_at) > encoded("a", names[149])
+    assert sum(bool(each.dirty) for each in db._state.map.ranges) > 2
+    if crash == "before":
+        driver.recover("lose", again=0)
+    _flush_range_of(driver, encoded("a", names[155]))
+    check_structure(driver.db, driver.machine.pages)
+    if crash == "between":
+        driver.recover("lose", again=0)
+    flush_pages(driver)
+    if crash == "after":
+        driver.recover("lose", again=0)
+    driver.checkpoint()
+    driver.compare()
+    assert list(driver.db.check()) == []
