@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.engine.engine_model import BUCKETS, Chance, Driver, Machine, run_by_chance, small_limits
+from tests.engine.log_frames import frames_from
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine.entries import decode_payload
-from lowwater.engine.format import FRAME_BYTES
 from lowwater.engine.log import LogOptions
-from lowwater.engine.replay import frames_from
 
 HISTORIES = 200
 SEEDS = 20
@@ -116,14 +115,14 @@ def history() -> History:
     driver.compare()
     root = driver.model.root()
     log = recorder._db._log
-    frames = [placed for run in frames_from(log, machine.files, 1) for placed in run]
-    entries = [decode_payload(frame.seq, frame.frame[FRAME_BYTES:]) for frame in frames]
+    frames = frames_from(log, machine.files, 1)
+    entries = [decode_payload(frame.seq, frame.payload) for frame in frames]
     units: list[tuple[list[int], list[bytes]]] = []
     for frame, entry in zip(frames, entries, strict=True):
         if not units or not _goes_on(units[-1], entry):
             units.append(([], []))
         units[-1][0].append(frame.seq)
-        units[-1][1].append(frame.frame[FRAME_BYTES:])
+        units[-1][1].append(frame.payload)
     live = {found.seq for bucket in driver.model.bucket_names() for found in driver.model.live(bucket)}
     extras = [entry.extras for entry in entries if entry.extras is not None]
     machine.db.close()

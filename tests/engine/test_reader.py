@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from tests.engine.log_frames import frames_from
 
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.workload import Machine
@@ -22,7 +23,6 @@ from lowwater.engine.entries import Entry, Put
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.reader import SealedReader, place_of
 from lowwater.engine.real import RealFile, RealFiles
-from lowwater.engine.replay import frames_from
 from lowwater.engine.ring import Chunk
 from lowwater.errors import Corrupt, NotFound
 
@@ -92,8 +92,8 @@ def test_a_frame_is_located_by_its_seq_in_whatever_state_its_segment_is(holes: M
     """What a copy refers to is where the page says that it is, for ever."""
     log = holes.log
     log.sync()
-    runs = frames_from(log, holes.files, 0)
-    places = {placed.seq: (placed.segment_first, placed.offset) for run in runs for placed in run}
+    frames = frames_from(log, holes.files, 0)
+    places = {frame.seq: (frame.segment_first, frame.offset) for frame in frames}
     assert set(places) == set(holes.oracle.entries)
     for seq in range(max(places) + 3):
         assert place_of(log.wal, seq) == places.get(seq)

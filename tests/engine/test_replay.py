@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.engine.log_frames import frames_in
 
 import lowwater
 from lowwater.chaos.clock import VirtualClock
@@ -14,8 +15,7 @@ from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import open_with
-from lowwater.engine.records import seq_of
-from lowwater.engine.replay import Part, Puts, parts_from
+from lowwater.engine.replay import parts_from
 from lowwater.errors import Corrupt, DiskFailed
 
 SMALL_SEGMENTS = LogOptions(segment_bytes=65536, block_bytes=4096)
@@ -37,14 +37,6 @@ def filled(files: FaultyFiles, runner: StepRunner, clock: VirtualClock) -> Log:
     return log
 
 
-def seqs_of(parts: list[Part]) -> list[int]:
-    return [
-        seq
-        for part in parts
-        for seq in ([*map(seq_of, part.records)] if isinstance(part, Puts) else [part.seq])
-    ]
-
-
 def test_redo_finds_segments_that_are_sealed_meanwhile(files: FaultyFiles) -> None:
     """A crash leaves segments unsealed. They get their names while redo is at those before."""
     clock = VirtualClock()
@@ -52,12 +44,12 @@ def test_redo_finds_segments_that_are_sealed_meanwhile(files: FaultyFiles) -> No
     log = filled(files, runner, clock)
     unsealed = [segment for segment in log.wal.store.segments if not segment.sealed]
     assert unsealed
-    read = parts_from(log, files, 1, 4096)
-    seqs = seqs_of(next(read))
+    read = parts_from(log, files, 1, 0)
+    seqs = [frame.seq for frame in frames_in(next(read))]
     runner.run_until_idle(random.Random(1))
     assert all(segment.sealed for segment in log.wal.store.segments)
     for parts in read:
-        seqs += seqs_of(parts)
+        seqs += [frame.seq for frame in frames_in(parts)]
     assert seqs == list(range(1, log.seq_durable + 1))
     log.close()
 
@@ -73,7 +65,7 @@ def test_a_disk_that_fails_under_redo_is_told(files: FaultyFiles, kind: str) -> 
 
     files.fault = fault
     with pytest.raises(DiskFailed) as caught:
-        list(parts_from(log, files, 1, 4096))
+        list(parts_from(log, files, 1, 0))
     assert caught.value.path is not None
     files.fault = None
     log.close()
