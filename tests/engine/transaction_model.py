@@ -293,6 +293,7 @@ class TransactionChances:
     WEIGHTS_IN_TRANSACTIONS: ClassVar[dict[str, int]] = {
         "txn_begin": 5, "txn_put": 30, "txn_delete": 8, "txn_get": 8, "txn_scan": 3, "txn_savepoint": 8,
         "txn_rollback": 9, "txn_commit": 4, "txn_abort": 2, "txn_run": 9,
+        "txn_overtaken": 1,
     }  # fmt: skip
 
     driver: Any
@@ -358,6 +359,16 @@ class TransactionChances:
     def txn_commit(self) -> None:
         if (opened := self._txn()) is not None:
             self.driver.commit(opened)
+
+    def txn_overtaken(self) -> None:
+        """What it has read is written by somebody else before it commits."""
+        self.txn_begin()
+        if (opened := self._txn()) is not None:
+            name = (self.bucket(), self.key())
+            self.driver.txn_get(opened, name)
+            self.driver.put(*name, self.value())
+            if opened in self.driver.txns:
+                self.driver.commit(opened)
 
     def txn_abort(self) -> None:
         if (opened := self._txn()) is not None:
