@@ -756,9 +756,10 @@ def merge(
 
     Versions whose frame the page holds are dropped. A version with the seq of one of the page's replaces
     it. Of each key, everything older than its newest version at or below `floor` goes; where that version
-    is the newest of all and a tombstone, the key goes.
+    is the newest of all and a tombstone, the key goes. The page's rows lose that before the versions come: so
+    nothing depends on how many come at once.
     """
-    sweep = many = False
+    many = False
     if page is None:
         seq_held = 0
         keys: list[bytes] = []
@@ -767,11 +768,14 @@ def merge(
         values: list[bytes] = []
     else:
         seq_held = page.seq
-        keys, seqs, times, flags = page.keys[:], page.seqs[:], page.times[:], page.flags[:]
-        metadata, values = page.metadata[:], page.values[:]
+        keys, seqs, flags = page.keys, page.seqs, page.flags
         many = len(set(keys)) != len(keys)
         # Otherwise the floor can only take rows of keys that have a record, which the loop sees to.
-        sweep = many or len(flags.translate(None, _TOMBSTONE_BYTES)) != len(flags)
+        if (many or len(flags.translate(None, _TOMBSTONE_BYTES)) != len(flags)) and min(seqs) <= floor:
+            page = swept(page, floor)
+            keys, seqs, flags = page.keys, page.seqs, page.flags
+        keys, seqs, times, flags = keys[:], seqs[:], page.times[:], flags[:]
+        metadata, values = page.metadata[:], page.values[:]
     is_boundary = boundaries.is_boundary
     cuts: list[bytes] = []
     at = 0
@@ -831,8 +835,6 @@ def merge(
         return []
     assert keys[0] >= low, "a key below its page"
     merged = Page(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
-    if sweep and min(seqs) <= floor:
-        merged = swept(merged, floor)
     return _split(merged, low, cuts)
 
 
