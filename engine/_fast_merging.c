@@ -5,9 +5,9 @@
 #include <stdlib.h>
 
 /* A page: magic and version (12 bytes), checksum (4), seq (8), counts of keys and rows, bytes of keys, metadata
-   and values (4 each), 4 bytes of nothing; then columns of seqs, times, ends of keys, of metadata where there
-   are any, of values, flags; then keys, metadata and values. docs/PAGES.md has the rest, which the pages that
-   are merged here have not: there is one row for each key, and a deletion is one that nobody needs. */
+   and values (4 each), 4 bytes of nothing; then columns of seqs, times, ends of keys, of rows where a key has
+   several, of metadata where there are any, of values, flags; then keys, metadata and values. docs/PAGES.md has
+   the rest, which the pages that are merged here have not: rows of transactions. */
 #define PAGE_HEADER_BYTES 48
 #define PAGE_CHECKSUM_AT 12
 #define PAGE_COVERED_AT 16
@@ -30,10 +30,13 @@
 
 static const uint8_t page_magic[PAGE_CHECKSUM_AT] = "LWPAG\r\n\x1a\x01\0\0";
 
+/* A version of a key. Those of one key follow each other, the newest first. */
 typedef struct {
     const uint8_t *key, *metadata, *value;
     uint32_t key_size, metadata_size, value_size;
-    uint8_t flags, is_new;
+    uint8_t flags;
+    uint8_t is_older; /* a newer one of the same key comes before it */
+    uint8_t is_new;   /* the page has not had the key */
     uint64_t seq, time_us;
 } Row;
 
@@ -53,16 +56,23 @@ page_checksum(const uint8_t *data, size_t size, const uint8_t *key, size_t key_s
 
 /* Where the columns of a page are. */
 typedef struct {
-    size_t row_count, key_bytes, metadata_bytes, value_bytes;
-    size_t key_ends, metadata_ends, value_ends, flags, keys, metadata, values, size;
+    size_t key_count, row_count, key_bytes, metadata_bytes, value_bytes;
+    size_t key_ends, row_ends, metadata_ends, value_ends, flags, keys, metadata, values, size;
 } Layout;
 
 static Layout
-layout_of(size_t row_count, size_t key_bytes, size_t metadata_bytes, size_t value_bytes)
+layout_of(size_t key_count, size_t row_count, size_t key_bytes, size_t metadata_bytes, size_t value_bytes)
 {
-    Layout at = {row_count, key_bytes, metadata_bytes, value_bytes, 0, 0, 0, 0, 0, 0, 0, 0};
+    Layout at = {
+        .key_count = key_count,
+        .row_count = row_count,
+        .key_bytes = key_bytes,
+        .metadata_bytes = metadata_bytes,
+        .value_bytes = value_bytes,
+    };
     at.key_ends = PAGE_HEADER_BYTES + 16 * row_count;
-    at.metadata_ends = at.key_ends + 4 * row_count;
+    at.row_ends = at.key_ends + 4 * key_count;
+    at.metadata_ends = at.row_ends + (key_count != row_count ? 4 * key_count : 0);
     at.value_ends = at.metadata_ends + (metadata_bytes ? 4 * row_count : 0);
     at.flags = at.value_ends + 4 * row_count;
     at.keys = at.flags + row_count;
@@ -72,15 +82,16 @@ layout_of(size_t row_count, size_t key_bytes, size_t metadata_bytes, size_t valu
     return at;
 }
 
-/* The layout of these bytes; 0 where they are no page, or not such a one. */
+/* The layout of these bytes; 0 where they are no page. */
 static int
 layout_in(const uint8_t *data, size_t size, Layout *layout)
 {
     if (size < PAGE_HEADER_BYTES) {
         return 0;
     }
-    *layout = layout_of(u32_at(data + 28), u32_at(data + 32), u32_at(data + 36), u32_at(data + 40));
-    return layout->row_count && u32_at(data + 24) == layout->row_count && !u32_at(data + 44) &&
+    *layout = layout_of(u32_at(data + 24), u32_at(data + 28), u32_at(data + 32), u32_at(data + 36),
+                        u32_at(data + 40));
+    return layout->key_count && layout->key_count <= layout->row_count && !u32_at(data + 44) &&
            layout->size == size;
 }
 
@@ -98,37 +109,58 @@ read_layout(PyObject *page, PyObject *key, Layout *layout)
     return layout_in(data, size, layout);
 }
 
-static int
+/* The rows of a page without those that the floor takes: the one after the last, or NULL where something about
+   them is unusual. Of each key that is what is older than its newest version at or below the floor, and that one
+   where it is a deletion and the newest of all. */
+static Row *
 read_rows(const uint8_t *data, const Layout *at, uint64_t floor, Row *rows)
 {
-    size_t key_start = 0, metadata_start = 0, value_start = 0;
-    for (size_t i = 0; i < at->row_count; i++) {
-        const size_t key_end = u32_at(data + at->key_ends + 4 * i);
-        const size_t metadata_end = at->metadata_bytes ? u32_at(data + at->metadata_ends + 4 * i) : 0;
-        const size_t value_end = u32_at(data + at->value_ends + 4 * i);
-        rows[i] = (Row){
-            .key = data + at->keys + key_start,
-            .metadata = data + at->metadata + metadata_start,
-            .value = data + at->values + value_start,
-            .key_size = (uint32_t)(key_end - key_start),
-            .metadata_size = (uint32_t)(metadata_end - metadata_start),
-            .value_size = (uint32_t)(value_end - value_start),
-            .flags = data[at->flags + i],
-            .seq = u64_at(data + PAGE_HEADER_BYTES + 8 * i),
-            .time_us = u64_at(data + PAGE_HEADER_BYTES + 8 * (at->row_count + i)),
-        };
-        if (key_end < key_start || key_end > at->key_bytes || metadata_end < metadata_start ||
-            metadata_end > at->metadata_bytes || value_end < value_start || value_end > at->value_bytes ||
-            (rows[i].flags & ~(FLAG_TOMBSTONE | FLAG_REFERENCE | FLAG_BUCKET)) ||
-            (rows[i].flags & FLAG_TOMBSTONE && rows[i].seq > floor)) {
-            return 0;
+    const int has_versions = at->key_count != at->row_count;
+    size_t row = 0, key_start = 0, metadata_start = 0, value_start = 0;
+    for (size_t i = 0; i < at->key_count; i++) {
+        const size_t key_end = u32_at(data + at->key_ends + 4 * i), first = row;
+        const size_t row_end = has_versions ? u32_at(data + at->row_ends + 4 * i) : i + 1;
+        if (key_end < key_start || key_end > at->key_bytes || row_end <= row || row_end > at->row_count) {
+            return NULL;
+        }
+        uint64_t seq_before = 0;
+        int is_below = 0;
+        for (; row < row_end; row++) {
+            const size_t metadata_end = at->metadata_bytes ? u32_at(data + at->metadata_ends + 4 * row) : 0;
+            const size_t value_end = u32_at(data + at->value_ends + 4 * row);
+            const uint64_t seq = u64_at(data + PAGE_HEADER_BYTES + 8 * row);
+            const uint8_t flags = data[at->flags + row];
+            if (metadata_end < metadata_start || metadata_end > at->metadata_bytes ||
+                value_end < value_start || value_end > at->value_bytes ||
+                (flags & ~(FLAG_TOMBSTONE | FLAG_REFERENCE | FLAG_BUCKET)) ||
+                (row > first && seq >= seq_before)) {
+                return NULL;
+            }
+            const int is_taken = is_below || (row == first && seq <= floor && flags & FLAG_TOMBSTONE);
+            if (!is_taken) {
+                *rows++ = (Row){
+                    .key = data + at->keys + key_start,
+                    .metadata = data + at->metadata + metadata_start,
+                    .value = data + at->values + value_start,
+                    .key_size = (uint32_t)(key_end - key_start),
+                    .metadata_size = (uint32_t)(metadata_end - metadata_start),
+                    .value_size = (uint32_t)(value_end - value_start),
+                    .flags = flags,
+                    .is_older = row > first,
+                    .seq = seq,
+                    .time_us = u64_at(data + PAGE_HEADER_BYTES + 8 * (at->row_count + row)),
+                };
+            }
+            is_below = is_below || seq <= floor;
+            seq_before = seq;
+            metadata_start = metadata_end;
+            value_start = value_end;
         }
         key_start = key_end;
-        metadata_start = metadata_end;
-        value_start = value_end;
     }
-    return key_start == at->key_bytes && metadata_start == at->metadata_bytes &&
-           value_start == at->value_bytes;
+    const int is_whole = row == at->row_count && key_start == at->key_bytes &&
+                         metadata_start == at->metadata_bytes && value_start == at->value_bytes;
+    return is_whole ? rows : NULL;
 }
 
 /* The row of a record, whose value may have to stay where it is: then `is_large` says so. 0 where it is another
@@ -156,19 +188,19 @@ row_of_record(PyObject *key, PyObject *record, size_t inline_bytes_max, Row *row
         value_at > end || (end != size && end + RECORD_PLACE_BYTES != size)) {
         return 0;
     }
+    /* A deletion is nothing but that. */
     *row = (Row){
         .key = (const uint8_t *)PyBytes_AS_STRING(key),
         .metadata = frame + metadata_at,
         .value = frame + value_at,
         .key_size = (uint32_t)key_size,
-        .metadata_size = (uint32_t)metadata_size,
-        .value_size = (uint32_t)(end - value_at),
+        .metadata_size = kind == KIND_DELETE ? 0 : (uint32_t)metadata_size,
+        .value_size = kind == KIND_DELETE ? 0 : (uint32_t)(end - value_at),
         .flags = kind == KIND_DELETE ? FLAG_TOMBSTONE : 0,
-        .is_new = 1,
         .seq = u64_at(frame),
         .time_us = u64_at(frame + FRAME_BYTES + 9),
     };
-    *is_large = kind != KIND_DELETE && row->value_size > inline_bytes_max;
+    *is_large = row->value_size > inline_bytes_max;
     return !*is_large || end != size;
 }
 
@@ -204,22 +236,30 @@ encode_page(const Made *made)
     const Layout *at = &made->at;
     uint8_t *data = made->data;
     const uint32_t counts[6] = {
-        (uint32_t)at->row_count,      (uint32_t)at->row_count,   (uint32_t)at->key_bytes,
+        (uint32_t)at->key_count,      (uint32_t)at->row_count,   (uint32_t)at->key_bytes,
         (uint32_t)at->metadata_bytes, (uint32_t)at->value_bytes, 0,
     };
     memcpy(data, page_magic, sizeof page_magic);
     memcpy(data + PAGE_COVERED_AT, &made->seq, 8);
     memcpy(data + PAGE_COVERED_AT + 8, counts, sizeof counts);
+    const int has_versions = at->key_count != at->row_count;
     uint32_t key_end = 0, metadata_end = 0, value_end = 0;
+    size_t key = 0; /* the number of keys up to this row */
     for (size_t i = 0; i < at->row_count; i++) {
         const Row *row = made->rows + i;
         memcpy(data + PAGE_HEADER_BYTES + 8 * i, &row->seq, 8);
         memcpy(data + PAGE_HEADER_BYTES + 8 * (at->row_count + i), &row->time_us, 8);
-        memcpy(data + at->keys + key_end, row->key, row->key_size);
+        if (!row->is_older) {
+            memcpy(data + at->keys + key_end, row->key, row->key_size);
+            key_end += row->key_size;
+            memcpy(data + at->key_ends + 4 * key++, &key_end, 4);
+        }
+        if (has_versions) {
+            const uint32_t row_end = (uint32_t)(i + 1);
+            memcpy(data + at->row_ends + 4 * (key - 1), &row_end, 4);
+        }
         memcpy(data + at->values + value_end, row->value, row->value_size);
-        key_end += row->key_size;
         value_end += row->value_size;
-        memcpy(data + at->key_ends + 4 * i, &key_end, 4);
         memcpy(data + at->value_ends + 4 * i, &value_end, 4);
         if (at->metadata_bytes) {
             memcpy(data + at->metadata + metadata_end, row->metadata, row->metadata_size);
@@ -232,10 +272,11 @@ encode_page(const Made *made)
     memcpy(data + PAGE_CHECKSUM_AT, &checksum, 4);
 }
 
-/* A change on its way into a page, with the first bytes of its key in which it differs from others. */
+/* A change on its way into a page, with the first bytes of its key in which it differs from others. Those of one
+   key stay in the order in which they were taken: the newest first. */
 typedef struct {
     uint64_t head;
-    const Row *row;
+    Row *row;
 } Change;
 
 static int
@@ -245,7 +286,8 @@ compare_changes(const void *a, const void *b)
     if (one->head != other->head) {
         return one->head < other->head ? -1 : 1;
     }
-    return compare(one->row->key, one->row->key_size, other->row->key, other->row->key_size);
+    const int order = compare(one->row->key, one->row->key_size, other->row->key, other->row->key_size);
+    return order ? order : (one->row > other->row) - (one->row < other->row);
 }
 
 /* The first eight bytes of a key from `skip` on, as they are ordered; what is missing is 0. */
@@ -281,7 +323,7 @@ typedef struct {
     uint64_t frozen_seq, floor, highest_boundary;
     size_t inline_bytes_max;
     const uint8_t *hash_key;
-    size_t count;
+    size_t key_count, count; /* of the newest records, and of all */
     PyObject **keys, **records;
     /* Made. */
     Row *fresh, *held, *merged;
@@ -314,13 +356,16 @@ divide(Merging *m, Py_ssize_t index, PyObject *page_key, uint64_t seq, const Row
             }
         }
         if (cut > start) {
-            size_t key_bytes = 0, metadata_bytes = 0, value_bytes = 0;
+            size_t key_count = 0, key_bytes = 0, metadata_bytes = 0, value_bytes = 0;
             for (size_t row = start; row < cut; row++) {
-                key_bytes += rows[row].key_size;
+                if (!rows[row].is_older) {
+                    key_count++;
+                    key_bytes += rows[row].key_size;
+                }
                 metadata_bytes += rows[row].metadata_size;
                 value_bytes += rows[row].value_size;
             }
-            const Layout at = layout_of(cut - start, key_bytes, metadata_bytes, value_bytes);
+            const Layout at = layout_of(key_count, cut - start, key_bytes, metadata_bytes, value_bytes);
             if (at.size > UINT32_MAX) {
                 return UNUSUAL;
             }
@@ -335,6 +380,27 @@ divide(Merging *m, Py_ssize_t index, PyObject *page_key, uint64_t seq, const Row
         }
     }
     return DONE;
+}
+
+/* Mark the older records. 0 where one does not lie behind a newer one of its key. */
+static int
+mark_older(const Merging *m)
+{
+    if (m->count == m->key_count) {
+        return 1;
+    }
+    for (size_t i = 0; i < m->count; i++) {
+        Row *row = m->changes[i].row;
+        row->is_older = row >= m->fresh + m->key_count;
+        if (row->is_older) {
+            const Row *newer = i ? m->changes[i - 1].row : NULL;
+            if (!newer || newer->seq < row->seq ||
+                compare(newer->key, newer->key_size, row->key, row->key_size)) {
+                return 0;
+            }
+        }
+    }
+    return 1;
 }
 
 /* The changes in order, and where those of each page end. */
@@ -352,7 +418,7 @@ sort_changes(Merging *m)
     for (size_t i = 0; i < m->count; i++) {
         int is_large;
         if (!row_of_record(m->keys[i], m->records[i], m->inline_bytes_max, m->fresh + i, &is_large) ||
-            m->fresh[i].seq > m->floor) {
+            m->fresh[i].seq > m->frozen_seq) {
             return UNUSUAL;
         }
         m->record_bytes += (size_t)PyBytes_GET_SIZE(m->records[i]);
@@ -365,7 +431,7 @@ sort_changes(Merging *m)
     uint8_t *place = m->places;
     for (size_t i = 0; large_count && i < m->count; i++) {
         Row *row = m->fresh + i;
-        if (!(row->flags & FLAG_TOMBSTONE) && row->value_size > m->inline_bytes_max) {
+        if (row->value_size > m->inline_bytes_max) {
             refer(row, place);
             place += PLACE_BYTES;
         }
@@ -375,6 +441,9 @@ sort_changes(Merging *m)
         m->changes[i] = (Change){head_of(m->fresh + i, common), m->fresh + i};
     }
     qsort(m->changes, m->count, sizeof(Change), compare_changes);
+    if (!mark_older(m)) {
+        return UNUSUAL;
+    }
     size_t at = 0;
     for (size_t i = 0; i < page_count; i++) {
         PyObject *next = m->page_keys[i];
@@ -389,41 +458,55 @@ sort_changes(Merging *m)
     return DONE;
 }
 
-/* The rows of a page with the changes from `start` to below `end`, from `merged` on: the one after the last, or
-   NULL where something about them is unusual. */
+/* The rows of a page, from `held` to below `held_end`, with the changes from `start` to below `end`, which go to
+   `merged`: the one after the last. `held_seq` is that of the page. */
 static Row *
-merge_page(const Merging *m, size_t held_count, uint64_t held_seq, size_t start, size_t end, Row *merged)
+merge_page(const Merging *m, Row *held, const Row *held_end, uint64_t held_seq, size_t start, size_t end,
+           Row *merged)
 {
-    const Row *held = m->held, *held_end = held + held_count;
-    for (size_t i = start; i < end; i++) {
+    for (size_t i = start, next; i < end; i = next) {
         const Row *change = m->changes[i].row;
+        next = i + 1;
+        while (next < end && m->changes[next].row->is_older) {
+            next++;
+        }
         if (change->seq <= held_seq) {
             continue; /* the page has it already */
         }
         int order = -1;
-        for (; held < held_end; held++) {
-            order = compare(held->key, held->key_size, change->key, change->key_size);
-            if (order >= 0) {
-                break;
-            }
-            if (!(held->flags & FLAG_TOMBSTONE)) {
-                *merged++ = *held;
-            }
+        while (held < held_end &&
+               (order = compare(held->key, held->key_size, change->key, change->key_size)) < 0) {
+            *merged++ = *held++;
         }
         const int is_held = held < held_end && !order;
-        if (is_held && held->seq > change->seq) {
-            return NULL;
+        Row *newest = merged;
+        *merged = *change;
+        merged++->is_new = !is_held;
+        for (size_t older = i + 1; older < next && merged[-1].seq > m->floor; older++) {
+            const Row *row = m->changes[older].row;
+            /* Of several writes of one group, which have one seq, the last survives. */
+            if (row->seq > held_seq && row->seq < merged[-1].seq) {
+                *merged++ = *row;
+            }
         }
-        if (!(change->flags & FLAG_TOMBSTONE)) {
-            *merged = *change;
-            merged++->is_new = !is_held;
+        const uint64_t oldest_seq = merged[-1].seq;
+        if (is_held) {
+            /* A page that was made from a checkpoint may have newer rows than it claims to hold: these come
+               again, all of them. */
+            int has_more = 1;
+            while (has_more && (oldest_seq <= m->floor || held->seq >= oldest_seq)) {
+                has_more = ++held < held_end && held->is_older;
+            }
+            if (has_more) {
+                held->is_older = 1; /* and goes on below */
+            }
         }
-        held += is_held;
+        if (newest->flags & FLAG_TOMBSTONE && newest->seq <= m->floor) {
+            merged = newest;
+        }
     }
-    for (; held < held_end; held++) {
-        if (!(held->flags & FLAG_TOMBSTONE)) {
-            *merged++ = *held;
-        }
+    while (held < held_end) {
+        *merged++ = *held++;
     }
     return merged;
 }
@@ -463,21 +546,20 @@ merge(Merging *m)
         }
         PyObject *low = index < 0 ? m->low : m->page_keys[index];
         uint64_t held_seq = 0;
-        size_t held_count = 0;
+        Row *held_end = m->held;
         if (index >= 0) {
             const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(m->pages[index]);
             held_seq = u64_at(data + PAGE_COVERED_AT);
-            held_count = layouts[index].row_count;
-            if (!read_rows(data, layouts + index, m->floor, m->held)) {
+            held_end = read_rows(data, layouts + index, m->floor, m->held);
+            if (!held_end) {
                 found = UNUSUAL;
                 break;
             }
         }
         Row *rows = merged;
-        merged = merge_page(m, held_count, held_seq, start, end, rows);
-        if (!merged || (merged > rows && compare(rows->key, rows->key_size,
-                                                 (const uint8_t *)PyBytes_AS_STRING(low),
-                                                 (size_t)PyBytes_GET_SIZE(low)) < 0)) {
+        merged = merge_page(m, m->held, held_end, held_seq, start, end, rows);
+        if (merged > rows && compare(rows->key, rows->key_size, (const uint8_t *)PyBytes_AS_STRING(low),
+                                     (size_t)PyBytes_GET_SIZE(low)) < 0) {
             found = UNUSUAL;
         }
         else if (merged == rows) {
@@ -560,56 +642,79 @@ hold(PyObject *list)
     return held;
 }
 
+/* Take the newest records of all keys, and behind them the older ones, of each key the newest first. Nothing is
+   held: nobody changes the dictionaries, nor the lists in them, and nothing here lets Python code run. */
+static int
+take_records(Merging *m, PyObject *newest, PyObject *older)
+{
+    PyObject *key, *record;
+    Py_ssize_t position = 0;
+    m->count = m->key_count = (size_t)PyDict_GET_SIZE(newest);
+    while (PyDict_Next(older, &position, &key, &record)) {
+        m->count += PyList_CheckExact(record) ? (size_t)PyList_GET_SIZE(record) : 1;
+    }
+    m->keys = malloc(2 * m->count * sizeof(PyObject *) + 1);
+    if (!m->keys) {
+        return NO_MEMORY;
+    }
+    m->records = m->keys + m->count;
+    size_t at = 0;
+    position = 0;
+    while (PyDict_Next(newest, &position, &key, &record)) {
+        m->keys[at] = key;
+        m->records[at++] = record;
+    }
+    position = 0;
+    while (PyDict_Next(older, &position, &key, &record)) {
+        const int are_several = PyList_CheckExact(record);
+        for (Py_ssize_t i = are_several ? PyList_GET_SIZE(record) : 1; i-- > 0;) {
+            m->keys[at] = key;
+            m->records[at++] = are_several ? PyList_GET_ITEM(record, i) : record;
+        }
+    }
+    return DONE;
+}
+
 const char merge_range_doc[] =
-    "merge_range(records, low, page_keys, pages, frozen_seq, floor, inline_bytes_max, hash_key, "
+    "merge_range(records, older, low, page_keys, pages, frozen_seq, floor, inline_bytes_max, hash_key, "
     "highest_boundary)\n--\n\n"
-    "(bytes of the records, [(index, [(page key, page), …]), …]): what becomes of the pages that have changes;\n"
-    "None where Python has to look at it. Nobody changes `records` meanwhile: others run.";
+    "(bytes of the records, their number, [(index, [(page key, page), …]), …]): what becomes of the pages that\n"
+    "have changes; None where Python has to look at it. `older` has what `records` supersede: bytes, or a list of\n"
+    "them, oldest first. Nobody changes them meanwhile: others run.";
 
 PyObject *
 merge_range(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
-    if (arg_count != 9 || !PyDict_CheckExact(args[0]) || !PyBytes_CheckExact(args[1]) ||
-        !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3]) ||
-        PyList_GET_SIZE(args[2]) != PyList_GET_SIZE(args[3]) || !PyBytes_CheckExact(args[7]) ||
-        PyBytes_GET_SIZE(args[7]) != HASH_BYTES) {
+    if (arg_count != 10 || !PyDict_CheckExact(args[0]) || !PyDict_CheckExact(args[1]) ||
+        !PyBytes_CheckExact(args[2]) || !PyList_CheckExact(args[3]) || !PyList_CheckExact(args[4]) ||
+        PyList_GET_SIZE(args[3]) != PyList_GET_SIZE(args[4]) || !PyBytes_CheckExact(args[8]) ||
+        PyBytes_GET_SIZE(args[8]) != HASH_BYTES) {
         PyErr_SetString(PyExc_TypeError, "merge_range takes records, pages with their keys, and how to merge");
         return NULL;
     }
     Merging m = {
-        .low = args[1],
-        .frozen_seq = PyLong_AsUnsignedLongLong(args[4]),
-        .floor = PyLong_AsUnsignedLongLong(args[5]),
-        .inline_bytes_max = PyLong_AsSize_t(args[6]),
-        .hash_key = (const uint8_t *)PyBytes_AS_STRING(args[7]),
-        .highest_boundary = PyLong_AsUnsignedLongLong(args[8]),
+        .low = args[2],
+        .frozen_seq = PyLong_AsUnsignedLongLong(args[5]),
+        .floor = PyLong_AsUnsignedLongLong(args[6]),
+        .inline_bytes_max = PyLong_AsSize_t(args[7]),
+        .hash_key = (const uint8_t *)PyBytes_AS_STRING(args[8]),
+        .highest_boundary = PyLong_AsUnsignedLongLong(args[9]),
     };
     if (PyErr_Occurred()) {
         return NULL;
     }
     PyObject *parts = NULL, *result = NULL;
-    m.page_count = (size_t)PyList_GET_SIZE(args[2]);
-    if (!(m.page_keys = hold(args[2])) || !(m.pages = hold(args[3]))) {
+    m.page_count = (size_t)PyList_GET_SIZE(args[3]);
+    if (!(m.page_keys = hold(args[3])) || !(m.pages = hold(args[4]))) {
         goto done;
     }
-    m.count = (size_t)PyDict_GET_SIZE(args[0]);
-    if (!m.count) {
+    if (!PyDict_GET_SIZE(args[0])) {
         result = Py_NewRef(Py_None);
         goto done;
     }
-    int found = NO_MEMORY;
-    m.keys = malloc(2 * m.count * sizeof(PyObject *));
-    if (m.keys) {
-        m.records = m.keys + m.count;
-        Py_ssize_t position = 0;
-        size_t count = 0;
-        PyObject *key, *record;
-        while (count < m.count && PyDict_Next(args[0], &position, &key, &record)) {
-            m.keys[count] = key;
-            m.records[count++] = record;
-        }
-        m.count = count;
+    int found = take_records(&m, args[0], args[1]);
+    if (found == DONE) {
         Py_BEGIN_ALLOW_THREADS
         found = merge(&m);
         Py_END_ALLOW_THREADS
@@ -628,7 +733,7 @@ merge_range(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
             }
         }
         Py_END_ALLOW_THREADS
-        result = Py_BuildValue("(nN)", (Py_ssize_t)m.record_bytes, parts);
+        result = Py_BuildValue("(nnN)", (Py_ssize_t)m.record_bytes, (Py_ssize_t)m.count, parts);
     }
 done:
     let_go(m.page_keys, m.page_count);
@@ -712,7 +817,7 @@ newest_row(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
     const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(args[0]);
     const size_t size = (size_t)PyBytes_GET_SIZE(args[0]);
     Layout at;
-    if (!layout_in(data, size, &at)) {
+    if (!layout_in(data, size, &at) || at.key_count != at.row_count) {
         Py_RETURN_NOTIMPLEMENTED;
     }
     const Py_ssize_t row = first_row(data, &at, args[1]);
@@ -795,7 +900,7 @@ plain_objects(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
     const uint8_t *data = (const uint8_t *)PyBytes_AS_STRING(args[0]);
     const size_t size = (size_t)PyBytes_GET_SIZE(args[0]);
     Layout at;
-    if (!layout_in(data, size, &at) || at.metadata_bytes || skip > at.key_bytes) {
+    if (!layout_in(data, size, &at) || at.key_count != at.row_count || at.metadata_bytes || skip > at.key_bytes) {
         Py_RETURN_NOTIMPLEMENTED;
     }
     const Py_ssize_t first = first_row(data, &at, args[1]);

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowwater.engine.records import Record
 
 # As in `_fast.h`.
-VERSION = 3
+VERSION = 4
 
 Changes = tuple[int, int, list[tuple["Range", bytes, bytes]], list[tuple["Range", bytes]]]
 """How many bytes left, of how many records; (range, key, record) of what somebody may still read; and the
@@ -34,9 +34,9 @@ PutRecords = tuple[list[bytes], list[bytes], int, int]
 """The keys in pages and the records of puts, the last one's seq, and where it ends."""
 WalkedFrames = tuple[bytes, int, int, int]
 """The positions of frames as u32, the last one's seq and time, and where it ends."""
-MergedRange = tuple[int, list[tuple[int, list[tuple[bytes, bytes]]]]]
-"""How many bytes the records have; and of each page that has changes its index (-1: below the first), and
-the keys and bytes of the pages that it becomes."""
+MergedRange = tuple[int, int, list[tuple[int, list[tuple[bytes, bytes]]]]]
+"""How many bytes the records have, and how many they are; and of each page that has changes its index (-1:
+below the first), and the keys and bytes of the pages that it becomes."""
 
 
 def _put_changes(

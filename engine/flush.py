@@ -106,19 +106,13 @@ class _Group(NamedTuple):
     catalogue: Mapping[bytes, bytes | None]
     ahead: Iterator[Range]
     """Those that another process was not asked for yet."""
-    record_bytes: dict[Range, int]
-    """How large the changes are of those of which it is known."""
+    sizes: dict[Range, int]
+    """How much the changes take of those of which it is known."""
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether compiled code merges the ranges that have nothing unusual. Nobody may need what the changes
-        supersede."""
-        return (
-            IS_COMPILED
-            and not self.view
-            and self.kept.per_key_max is None
-            and self.frozen_seq <= self.kept.floor
-        )
+    def is_plain(self) -> bool:
+        """Whether it has no rows of transactions, and no limit of versions. Those are merged step by step."""
+        return not self.view and self.kept.per_key_max is None
 
 
 class _Merged(NamedTuple):
@@ -263,7 +257,9 @@ class Flusher:
         process can merge it meanwhile. Only for want of memory: all else is decided when nothing is under
         way."""
         state = self._state
-        if self.aside is None or not self.aside.merger.is_usable or self._finishes or self._is_wanted:
+        if IS_COMPILED or self.aside is None or not self.aside.merger.is_usable:
+            return None
+        if self._finishes or self._is_wanted:
             return None
         with state.lock:
             ranges = [each for each in state.map.ranges if each.has_news and each.frozen is None]
@@ -424,7 +420,7 @@ class Flusher:
             sessions=state.sessions.freeze(),
             catalogue=state.catalogue.freeze(),
             ahead=iter(ranges),
-            record_bytes={},
+            sizes={},
         )
 
     def _flush(self, group: _Group) -> Generator[None, None, None]:
@@ -447,11 +443,10 @@ class Flusher:
             yield from self._ask_ahead(group)
             layout, waiting[each] = yield from self._merge_range(each, group, puts, deletes)
             layouts.append(layout)
-            record_bytes = group.record_bytes.get(each)
-            if record_bytes is None or waiting[each] or each.frozen is None:
-                sizes.append((yield from _changed_bytes(each, waiting[each])))
-            else:
-                sizes.append(record_bytes + RECORD_OVERHEAD_BYTES * len(each.frozen))
+            size = group.sizes.get(each)
+            if size is None or waiting[each]:
+                size = yield from _changed_bytes(each, waiting[each])
+            sizes.append(size)
         marks = self._marks(puts, deletes, layouts)
         with state.lock:
             for each, layout in zip(ranges, layouts, strict=True):
@@ -464,8 +459,7 @@ class Flusher:
         written = {key for key, _ in puts}
         puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
         self._unstored.clear()
-        if not group.is_compiled:
-            self._following = self._choose_following(sum(sizes))
+        self._following = self._choose_following(sum(sizes))
         if self._following is not None:
             yield from self._ask_ahead(self._following)
         BEFORE_COMMIT()
@@ -586,20 +580,21 @@ class Flusher:
     def _ask_ahead(self, group: _Group) -> Generator[None, None, None]:
         """Ask another process for what becomes of the next ranges' pages, those that are for it to say."""
         aside = self.aside
-        if aside is None or group.is_compiled or group.view or group.kept.per_key_max is not None:
+        if IS_COMPILED or aside is None or not group.is_plain:
             return
         while aside.has_room and (each := next(group.ahead, None)) is not None:
             if aside.takes(each):
                 size = yield from aside.ask(each, group.frozen_seq, group.kept.floor, self._unstored)
                 if size:
-                    group.record_bytes[each] = size
+                    assert each.frozen is not None
+                    group.sizes[each] = size + RECORD_OVERHEAD_BYTES * len(each.frozen)
 
     def _merged_at_once(self, each: Range, group: _Group) -> Generator[None, None, list[Part] | None]:
         """What becomes of the pages of a range, by compiled code, during which others run; None where it has
         to be done step by step."""
         state, frozen, layout = self._state, each.frozen, each.layout
         assert frozen is not None
-        if not group.is_compiled or each.frozen_older or not frozen:
+        if not IS_COMPILED or not group.is_plain or not frozen:
             return None
         wanted: Sequence[int] = range(len(layout.keys))
         if len(frozen) < FETCHED_MIN * len(layout.keys):
@@ -612,6 +607,7 @@ class Flusher:
             yield
         made = merge_range(
             frozen,
+            each.frozen_older,
             each.low,
             layout.keys,
             pages,
@@ -624,7 +620,8 @@ class Flusher:
         if made is None:
             return None
         yield
-        group.record_bytes[each], merged = made
+        record_bytes, record_count, merged = made
+        group.sizes[each] = record_bytes + RECORD_OVERHEAD_BYTES * record_count
         parts: list[Part] = []
         for index, pairs in merged:
             parts.append((index, [(key, data, stored_page(data)) for key, data in pairs]))

@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from lowwater.engine.pages import (
     stored_bytes,
 )
 from lowwater.engine.pieces import Piece, cut, cut_puts, frames_of
-from lowwater.engine.ranges import Layout, Range
+from lowwater.engine.ranges import Layout, Older, Range, older_of
 from lowwater.engine.records import (
     VALUE_PLACE,
     Object,
@@ -389,11 +389,12 @@ Given = tuple[dict[bytes, Record], bytes, list[bytes], list[bytes], Rules]
 """Records, where the range begins, its pages with their keys, and how to merge."""
 
 
-def merge_range(given: Given) -> MergedRange | None:
+def merge_range(given: Given, older: Older | None = None) -> MergedRange | None:
     records, low, page_keys, stored, rules = given
     boundaries = rules.boundaries
     return fast.merge_range(
         records,
+        older or {},
         low,
         page_keys,
         stored,
@@ -405,9 +406,12 @@ def merge_range(given: Given) -> MergedRange | None:
     )
 
 
-def merge_step_by_step(given: Given, *, at_once: int = 64) -> MergedRange:
+def merge_step_by_step(given: Given, older: Older | None = None, *, at_once: int = 64) -> MergedRange:
     """The same as a flush does it."""
     records, low, page_keys, stored, rules = given
+    older = older or {}
+    versions = {key: [record, *reversed(older_of(older, key))] for key, record in records.items()}
+    every = [*chain.from_iterable(versions.values())]
     changed = sorted(records)
     odd = {key for key, record in records.items() if not is_mere_put(record)}
     parts = []
@@ -422,11 +426,13 @@ def merge_step_by_step(given: Given, *, at_once: int = 64) -> MergedRange:
             changed[start:end],
             records,
             rules=rules,
-            rec_seq=min(map(seq_of, records.values())),
+            rec_seq=min(map(seq_of, every)),
             odd=odd,
             versions=lambda part: [
-                (key, [page_version(records[key], rules.inline_bytes_max)]) for key in part
+                (key, [page_version(record, rules.inline_bytes_max) for record in versions[key]])
+                for key in part
             ],
+            has_older=bool(older),
             at_once=at_once,
         )
         try:
@@ -435,7 +441,7 @@ def merge_step_by_step(given: Given, *, at_once: int = 64) -> MergedRange:
         except StopIteration as stop:
             merged = stop.value
         parts.append((index, [(key, stored_bytes(page, key)) for key, page in merged]))
-    return sum(map(len, records.values())), parts
+    return sum(map(len, every)), len(every), parts
 
 
 def record_of(
@@ -522,10 +528,11 @@ class World:
             )
         return found
 
-    def given(self, records: dict[bytes, Record], *, is_above: bool = True) -> Given:
-        """As a flush would give it. Nobody needs what lies below a floor that `is_above` all."""
+    def given(self, records: dict[bytes, Record], *, floor: int | None = None) -> Given:
+        """As a flush would give it. Without a floor nobody needs anything older."""
         frozen_seq = self.seq + self.rng.choice((0, 0, 3))
-        floor = frozen_seq + self.rng.choice((0, 10)) if is_above else max(0, self.seq - 50)
+        if floor is None:
+            floor = frozen_seq + self.rng.choice((0, 10))
         rules = Rules(frozen_seq, floor, self.inline_bytes_max, self.boundaries)
         return records, self.low, self.page_keys[:], self.stored[:], rules
 
@@ -534,7 +541,7 @@ class World:
         keys: list[bytes] = []
         stored: list[bytes] = []
         passed = 0
-        for index, parts in made[1]:
+        for index, parts in made[2]:
             keys += self.page_keys[passed : max(index, 0)]
             stored += self.stored[passed : max(index, 0)]
             passed = index + 1
@@ -546,13 +553,6 @@ class World:
                 stored.append(data)
         self.page_keys, self.stored = keys + self.page_keys[passed:], stored + self.stored[passed:]
 
-    def has_versions(self) -> bool:
-        """Whether a key has several, or one has a deletion that is still needed."""
-        return any(
-            len({*page.keys}) != len(page.keys)
-            for page in map(pages.decode_page, self.stored, self.page_keys)
-        )
-
 
 def without_idle_pages(given: Given) -> Given:
     """Pages in which nothing changes are not read."""
@@ -563,11 +563,11 @@ def without_idle_pages(given: Given) -> Given:
     return records, low, page_keys, kept, rules
 
 
-def check_merged(given: Given) -> MergedRange:
-    expected = merge_step_by_step(given)
+def check_merged(given: Given, older: Older | None = None) -> MergedRange:
+    expected = merge_step_by_step(given, older)
     before = dict(given[0])
-    assert merge_range(given) == expected
-    assert merge_range(without_idle_pages(given)) == expected
+    assert merge_range(given, older) == expected
+    assert merge_range(without_idle_pages(given), older) == expected
     assert given[0] == before
     return expected
 
@@ -591,34 +591,14 @@ def test_what_is_merged_at_random_is_of_all_kinds() -> None:
         for _ in range(12):
             given = world.given(world.records())
             made = check_merged(given)
-            for index, parts in made[1]:
+            for index, parts in made[2]:
                 emptied += index >= 0 and not parts
                 below_first += index < 0 and bool(given[2])
                 divided += index >= 0 and len(parts) > 1
                 references += sum(any(pages.stored_page(data).flags) for _, data in parts)
-            several += len(made[1]) > 1
+            several += len(made[2]) > 1
             world.adopt(given, made)
     assert min(emptied, below_first, divided, several, references) > 10
-
-
-@needs_compiled
-@pytest.mark.parametrize("seed", range(20))
-def test_deletions_that_were_needed_once_go_when_nobody_needs_them(seed: int) -> None:
-    """Pages of earlier flushes have them, and versions besides; those with versions are left to Python."""
-    world = World(random.Random(seed))
-    merged = 0
-    for _ in range(10):
-        if world.rng.random() < 0.4:
-            given = world.given(world.records(again=False), is_above=False)
-            world.adopt(given, merge_step_by_step(given))
-            continue
-        given = world.given(world.records(again=False))
-        made = merge_range(given)
-        expected = merge_step_by_step(given)
-        assert made == expected or (made is None and world.has_versions())
-        merged += made is not None
-        world.adopt(given, expected)
-    assert merged
 
 
 def given_small(**changes: Any) -> Given:
@@ -730,34 +710,6 @@ def test_a_page_that_is_away_or_missing_is_left_to_python() -> None:
     assert merge_range(with_page(given, b"", 0)) is None
 
 
-@needs_compiled
-def test_a_page_with_versions_or_needed_deletions_is_left_to_python() -> None:
-    """What of them somebody may read is not a matter of one row."""
-    given = given_small()
-    low = given[2][1]
-    keys = [low + b"a", low + b"a", low + b"c"]
-
-    def page_of(keys: list[bytes], seqs: list[int], flags: bytes) -> bytes:
-        count = len(keys)
-        columns = array("Q", seqs), array("Q", bytes(8 * count)), bytearray(flags)
-        return encode_page(Page(90, keys, *columns, [b""] * count, [b""] * count), low)
-
-    assert merge_range(with_page(given, page_of(keys, [9, 8, 7], bytes(3)))) is None
-    needed = page_of(keys[1:], [9, 201], bytes((0, TOMBSTONE)))
-    assert merge_range(with_page(given, needed)) is None
-    check_merged(with_page(given, page_of(keys[1:], [9, 200], bytes((0, TOMBSTONE)))))
-    check_merged(with_page(given, page_of(keys[1:], [9, 8], bytes((TOMBSTONE, TOMBSTONE)))))
-
-
-@needs_compiled
-def test_a_row_that_is_newer_than_what_its_page_claims_to_hold_is_left_to_python() -> None:
-    """A page that was made from a checkpoint may have such, and their records come again."""
-    given = given_small()
-    low = given[2][1]
-    page = Page(5, [low + b"b"], array("Q", [150]), array("Q", [0]), bytearray(1), [b""], [b"v"])
-    assert merge_range(with_page(given, encode_page(page, low))) is None
-
-
 def given_record(record: Record, key: bytes = b"\1bmb") -> Given:
     records, *rest = given_small()
     return {**records, key: record}, *rest
@@ -784,8 +736,8 @@ def test_records_of_other_kinds_are_left_to_python() -> None:
     for kind in (Kind.CREATE_BUCKET, Kind.DELETE_BUCKET):
         frame = make_record(105, format.encode_payload(kind, b"b", b"", b"", b"", time_us=0))
         assert merge_range(given_record(frame, b"\0b")) is None
-    assert merge_range(given_record(record_of(201, key, b"above the floor"))) is None
-    check_merged(given_record(record_of(200, key, b"at the floor")))
+    assert merge_range(given_record(record_of(201, key, b"newer than what was frozen"))) is None
+    check_merged(given_record(record_of(200, key, b"the newest")))
 
 
 @needs_compiled
@@ -828,7 +780,7 @@ def test_a_key_that_its_page_has_does_not_begin_another() -> None:
     """It was tested when it came."""
     *given, rules = given_small()
     made = check_merged((*given, rules._replace(boundaries=Boundaries(b"salt", 1))))
-    keys = [[key for key, _ in parts] for _, parts in made[1]]
+    keys = [[key for key, _ in parts] for _, parts in made[2]]
     assert keys == [[b"\1ba"], [b"\1bb", b"\1bc"], [b"\1bm", b"\1bz"]]
 
 
@@ -836,18 +788,18 @@ def test_a_key_that_its_page_has_does_not_begin_another() -> None:
 def test_arguments_of_a_merge_of_another_type_are_refused() -> None:
     """That is a mistake of ours."""
     records, low, page_keys, stored, _ = given_small()
-    usual: list[Any] = [records, low, page_keys, stored, 200, 200, 64, bytes(32), 5]
+    usual: list[Any] = [records, {}, low, page_keys, stored, 200, 200, 64, bytes(32), 5]
     assert fast.merge_range(*usual) is not None
     assert fast.merge_range({}, *usual[1:]) is None
     wrong: list[tuple[int, Any]] = [
-        (0, None), (0, [*records]), (1, None), (1, "low"), (2, tuple(page_keys)), (2, page_keys[:1]),
-        (2, ["b", "m"]), (3, tuple(stored)), (3, [*stored, b""]), (3, [stored[0], None]), (7, bytes(31)),
-        (7, bytes(33)), (7, None), *((index, 1.0) for index in (4, 5, 6, 8)), (4, None),
+        (0, None), (0, [*records]), (1, None), (1, [b"\1bz"]), (2, None), (2, "low"), (3, tuple(page_keys)),
+        (3, page_keys[:1]), (3, ["b", "m"]), (4, tuple(stored)), (4, [*stored, b""]), (4, [stored[0], None]),
+        (8, bytes(31)), (8, bytes(33)), (8, None), *((index, 1.0) for index in (5, 6, 7, 9)), (5, None),
     ]  # fmt: skip
     for index, other in wrong:
         with pytest.raises(TypeError):
             fast.merge_range(*usual[:index], other, *usual[index + 1 :])
-    for index in (4, 5, 6, 8):
+    for index in (5, 6, 7, 9):
         with pytest.raises(OverflowError):
             fast.merge_range(*usual[:index], -1, *usual[index + 1 :])
     with pytest.raises(TypeError):
@@ -886,7 +838,7 @@ def test_a_page_of_any_size_has_the_checksum_that_zlib_computes() -> None:
         given = {low: record_of(1, low, rng.randbytes(size), inline_bytes_max=2 * MIB)}, low, [], [], rules
         made = merge_range(given)
         assert made is not None
-        ((_, ((key, page),)),) = made[1]
+        ((_, ((key, page),)),) = made[2]
         assert (key, page) == (low, sealed(page, low)), size
 
 
@@ -901,7 +853,7 @@ def test_a_large_value_of_any_size_has_the_hash_that_blake3_computes() -> None:
         record = record_of(1, key, value, inline_bytes_max=0, place=(2**64 - 1, 2**32 - 1))
         made = merge_range(({key: record}, b"", [], [], rules))
         assert made is not None
-        page = pages.decode_page(made[1][0][1][0][1], b"")
+        page = pages.decode_page(made[2][0][1][0][1], b"")
         assert page.values == [VALUE_PLACE.pack(2**64 - 1, 2**32 - 1, size, blake3(value).digest())], size
 
 
