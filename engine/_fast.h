@@ -1,10 +1,9 @@
 /* The compiled loops of `engine/fast.py`.
 
    Always true:
-     - each does what Python does step by step, byte for byte; `tests/engine/test_fast.py` holds the two
+     - each does what Python does step by step, byte for byte; `tests/engine/test_fast*.py` hold the two
        together, and everything works without this module;
-     - what is unusual is not done here: the answer is None, nothing has changed, and Python does it, or says what
-       is wrong with it;
+     - what is unusual is not done here: it is left as it was, and Python does it, or says what is wrong with it;
      - where Python code may run (a new list or tuple may have the garbage collector call whatever it likes),
        what is used afterwards is held, or looked at again. */
 

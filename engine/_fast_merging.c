@@ -347,8 +347,9 @@ divide(Merging *m, Py_ssize_t index, PyObject *page_key, uint64_t seq, const Row
         size_t head = 0, cut = count;
         if (i < count) {
             head = rows[i].key_size < PAGE_KEY_BYTES ? rows[i].key_size : PAGE_KEY_BYTES;
-            if (!rows[i].is_new || blake3_short(m->hash_key, rows[i].key, head) > m->highest_boundary) {
-                continue;
+            if (!rows[i].is_new || blake3_short(m->hash_key, rows[i].key, head) > m->highest_boundary ||
+                !compare(low, low_size, rows[i].key, head)) {
+                continue; /* or the page begins with these bytes already */
             }
             cut = i;
             while (cut > start && compare(rows[cut - 1].key, rows[cut - 1].key_size, rows[i].key, head) >= 0) {
@@ -535,7 +536,7 @@ merge(Merging *m)
     if (found == DONE) {
         m->held = malloc((held_most + 1) * sizeof(Row));
         m->merged = malloc(rows_most * sizeof(Row));
-        m->made = malloc((m->count + (size_t)page_count + 1) * sizeof(Made));
+        m->made = malloc((m->key_count + (size_t)page_count + 1) * sizeof(Made));
         found = m->held && m->merged && m->made ? DONE : NO_MEMORY;
     }
     Row *merged = m->merged;

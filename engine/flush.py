@@ -60,7 +60,9 @@ GROUP_BYTES_MIN = 2 * 2**20
 GROUP_SHARE = 16
 # When transactions have written so much that ended since, their pages are stamped.
 SWEEP_ABOVE_BYTES = 4 * 2**20
-# What new keys are divided by: so many of them, into at most so many parts with about so many each.
+# What new keys are divided by: where so many of the last ones say that it is worth it, by so many of all,
+# into at most so many parts with about so many each.
+LOOKED_AT = 64
 SAMPLED_KEYS = 4096
 PARTS_MAX = 32
 PART_CHANGES_MIN = 4096
@@ -788,10 +790,14 @@ class Flusher:
         come in ascending order. It can be divided there at any key; at one that begins a page, pages come out
         as they would have anyway. Each part gets a page at once, which goes to the store with the first
         others: or a page before it would claim the part's keys."""
-        every = len(each.dirty) // SAMPLED_KEYS + 1
-        sample = [*islice(each.dirty, 0, None, every)]
-        page_keys = each.layout.keys
-        above = [key for key in sample if not page_keys or key > page_keys[-1]]
+        page_key = each.layout.keys[-1] if each.layout.keys else each.low
+        newest = [*islice(reversed(each.dirty), LOOKED_AT)]
+        # To look at all of them takes a while, and writers wait: so not in vain, nor again and again.
+        if 2 * sum(key > page_key for key in newest) < len(newest) or len(each.dirty) < each.tried * 3 // 2:
+            return
+        each.tried = len(each.dirty)
+        sample = [*islice(each.dirty, 0, None, len(each.dirty) // SAMPLED_KEYS + 1)]
+        above = [key for key in sample if key > page_key]
         if 2 * len(above) < len(sample):
             return
         last = self._last_key(each)
@@ -809,13 +815,13 @@ class Flusher:
         layout = each.layout
         if not layout.keys:
             return each.low
-        page = layout.pages[-1]
+        if each.waiting:
+            return None
         try:
-            return (
-                None if each.waiting else (page or self._state.fetch(layout, len(layout.keys) - 1)).keys[-1]
-            )
+            page = layout.pages[-1] or self._state.fetch(layout, len(layout.keys) - 1)
         except PageAway:
             return None
+        return page.keys[-1]
 
     def _replace(self, each: Range, parts: list[Range]) -> None:
         """With the lock: a range by several, which get its changes."""

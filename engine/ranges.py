@@ -68,7 +68,7 @@ class Range:
     __slots__ = (
         "_sorted", "_sorted_frozen", "dirty", "epoch", "frozen", "frozen_odd", "frozen_older",
         "frozen_rec_seq", "frozen_since_s", "frozen_txns", "layout", "low", "odd", "older", "rec_seq",
-        "since_s", "txns", "waiting",
+        "since_s", "tried", "txns", "waiting",
     )  # fmt: skip
 
     def __init__(self, low: bytes, layout: Layout) -> None:
@@ -86,6 +86,8 @@ class Range:
         self.frozen_txns: set[int] = set()
         # How many keys of `dirty` a flush has met whose pages were away.
         self.waiting = 0
+        # How many keys `dirty` had when it was last tried to divide the range.
+        self.tried = 0
         self.frozen: Records | None = None
         self.frozen_older: Older = {}
         self.frozen_rec_seq = 0
@@ -101,7 +103,7 @@ class Range:
         self.frozen_odd, self.frozen_txns = self.odd, self.txns
         self.dirty, self.older, self.odd, self.txns, self.rec_seq = {}, {}, set(), set(), 0
         self._sorted, self._sorted_frozen = [], None
-        self.waiting = 0
+        self.waiting = self.tried = 0
         self.epoch += 1
 
     def thaw(self, waiting: list[bytes] | None = None) -> None:

@@ -120,10 +120,11 @@ def put_record(frame: bytes, small_bytes: int, segment_first: int, offset: int) 
 
 def is_mere_put(frame: bytes) -> bool:
     """Whether this is the frame of a put without flags and metadata."""
-    return frame[_KIND_AND_FLAGS] == _PUT and frame[_METADATA_LEN] == b"\0\0"
+    return frame[_KIND_AND_FLAGS] == PUT_HEAD and frame[_METADATA_LEN] == b"\0\0"
 
 
-_PUT = bytes((Kind.PUT, 0, 0))
+# Kind and flags, with which its payload begins.
+PUT_HEAD = bytes((Kind.PUT, 0, 0))
 _KIND_AND_FLAGS = slice(FRAME_BYTES, FRAME_BYTES + 3)
 _METADATA_LEN = slice(FRAME_BYTES + 7, FRAME_BYTES + 9)
 
@@ -143,7 +144,8 @@ class KeyPlaces(dict[bytes, tuple[bytes, int] | None]):
         place = None
         if is_mere_put(frame):
             bucket_len, key_len = _unpack_name_sizes(frame, FRAME_BYTES + 3)
-            place = _LENGTHS[bucket_len], _FIXED_END + bucket_len + key_len
+            if bucket_len < len(_LENGTHS):
+                place = _LENGTHS[bucket_len], _FIXED_END + bucket_len + key_len
         self[shape] = place
         return place
 

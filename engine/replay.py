@@ -34,7 +34,7 @@ from lowwater.engine.fast import put_records as compiled_put_records
 from lowwater.engine.flush import META_KEY, META_VERSION
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.log import Log
-from lowwater.engine.records import SHAPE, KeyPlaces, Record, put_record
+from lowwater.engine.records import PUT_HEAD, SHAPE, KeyPlaces, Record, put_record
 from lowwater.engine.seams import File, Files
 from lowwater.engine.state import State
 from lowwater.errors import Corrupt, InputError, NewerVersion, OlderVersion
@@ -184,10 +184,11 @@ def _parts_in(
     parts: list[Part] = []
     at = 0
     while True:
-        keys, records, seq, at = put_records(data, at, seq_from, small_bytes, segment_first, offset)
-        if keys:
-            parts.append(Puts(keys, records, seq))
-        # What it leaves is no mere put, or not whole, or damaged.
+        if data.startswith(PUT_HEAD, at + FRAME_BYTES):
+            keys, records, seq, at = put_records(data, at, seq_from, small_bytes, segment_first, offset)
+            if keys:
+                parts.append(Puts(keys, records, seq))
+        # What is left is no mere put, or not whole, or damaged.
         if at + FRAME_BYTES > len(data):
             return parts, at
         seq, length, checksum = format.FRAME.unpack_from(data, at)
@@ -220,7 +221,7 @@ def _put_records(
         if seq >= seq_from:
             frame = data[at:stop]
             place = places[frame[SHAPE]]
-            if place is None or crc32(frame[16:], crc32(frame[:12])) != checksum:
+            if place is None or place[1] > len(frame) or crc32(frame[16:], crc32(frame[:12])) != checksum:
                 break
             last_seq = seq
             keys.append(place[0] + frame[FRAME_FIXED_BYTES : place[1]])

@@ -686,7 +686,8 @@ class Driver(TransactionCalls):
         for entry in self.db.log(model.applied + 1):
             is_of_transaction = entry.txn is not None or entry.kind == "begin"
             # The database may have ended by itself, under this seq, what somebody was about to end.
-            was_asked_for = entry.seq in units and units[entry.seq].effects[-1][0] == entry.kind
+            effects = units[entry.seq].effects if entry.seq in units else ()
+            was_asked_for = bool(effects) and effects[-1][0] == entry.kind
             if entry.seq in units and (
                 was_asked_for or entry.kind not in ("begin", "abort", "unpin", "session_close")
             ):

@@ -81,15 +81,26 @@ def random_log(rng: random.Random, *, plain: float, count: int) -> bytes:
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
     """A bit of it turned, or an end of it missing, or neither."""
-    how = rng.randrange(4)
+    how = rng.randrange(6)
     if how == 0 and data:
         at = rng.randrange(len(data))
         return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    if how >= 4 and (places := _frames_in(data)):
+        return with_odd_head(rng, data, rng.choice(places)[1], is_intact=how == 5)
     if how == 1:
         return data[: rng.randrange(len(data) + 1)]
     if how == 2:
         return data + rng.choice((bytes(5), bytes(100), rng.randbytes(60), b"\xff" * 60))
     return data
+
+
+def with_odd_head(rng: random.Random, data: bytes, at: int, *, is_intact: bool) -> bytes:
+    """With something else in what a frame begins with, and a checksum that fits if it `is_intact`."""
+    seq, length, _ = format.FRAME.unpack_from(data, at)
+    payload = bytearray(data[at + FRAME_BYTES : at + FRAME_BYTES + length])
+    payload[rng.randrange(9)] ^= 1 << rng.randrange(8)
+    frame = frame_of(seq, bytes(payload)) if is_intact else data[at : at + FRAME_BYTES] + payload
+    return data[:at] + frame + data[at + len(frame) :]
 
 
 # ---------------------------------------------------------------------------- redo
