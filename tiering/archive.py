@@ -238,9 +238,12 @@ class Archive:
                 )
             if not others:
                 parent = self._require_past(catalogue, follows)
-                if parent is None:
-                    return Claim(epoch_next, NO_HASH, NO_HASH, 0)
-                return Claim(epoch_next, self._last_hash(catalogue, parent), parent.hash, parent.hwm)
+                if _hash_of(parent) == ours.parent_manifest:
+                    if parent is None:
+                        return Claim(epoch_next, NO_HASH, NO_HASH, 0)
+                    return Claim(epoch_next, self._last_hash(catalogue, parent), parent.hash, parent.hwm)
+                # Whoever had this log before has published one more meanwhile: a claim names what it follows.
+                before = parent
             epoch_next += 1
         raise Busy("too many others claim to write at the same time", path=self.store.uri, hint="open again")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -254,6 +255,36 @@ def test_whoever_finds_another_claim_takes_the_next_number(monkeypatch: pytest.M
     monkeypatch.setattr(archive_module, "COLLISIONS_MAX", 0)
     with pytest.raises(Busy):
         archive.claim(line.db.catalogue, 1, token=token)
+    line.db.close()
+
+
+def test_a_claim_names_the_manifest_that_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that had this log before may publish one more of their common past while the claim is
+    written. A scrub takes a fork whose claim names another manifest for one without a claim."""
+    line = shipping(MemoryObjects())
+    archive = open_archive(line.store, CLUSTER_ID, create=True)
+    real_publish, real_write = archive.publish, archive._write
+    late: list[int] = []
+    monkeypatch.setattr(archive, "publish", lambda _, seq: late.append(seq))
+    line.db.put("b", "late", b"v" * 100)
+    line.db._log.seal()
+    with suppress(AttributeError):
+        line.ship(archive)  # but for its manifest
+    assert len(late) == 1
+
+    def write_beside(name: str, data: bytes) -> bool:
+        if name.startswith(names.EPOCHS) and late:
+            real_publish(line.db.catalogue, late.pop())
+        return real_write(name, data)
+
+    monkeypatch.setattr(archive, "_write", write_beside)
+    claim = archive.claim(line.db.catalogue, line.epoch, token=line.machine.randomness.token)
+    (name,) = archive_module.epochs_above(line.store, claim.epoch - 1)
+    newest = archive.newest()
+    assert newest is not None
+    assert newest.hwm == line.db.catalogue.hwm
+    assert archive._read_claim(name).parent_manifest == claim.parent_manifest == newest.hash
+    assert claim.epoch == line.epoch + 2
     line.db.close()
 
 
