@@ -34,6 +34,9 @@
 #define FIXED_BYTES 25
 #define KIND_PUT 3
 
+/* Behind the frame of a large value a record has where it lies: its segment's first seq (8 bytes), its offset (4). */
+#define RECORD_PLACE_BYTES 12
+
 /* ------------------------------------------------------------------ hashes (_fast_hashes.c) */
 
 /* CRC-32 as zlib computes it. Takes and gives the register, which is the inverse of the checksum. */

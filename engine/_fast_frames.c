@@ -197,7 +197,7 @@ page_key_in(const uint8_t *frame, Py_ssize_t names_size)
 static PyObject *
 put_record_of(const uint8_t *frame, size_t frame_size, int has_place, uint64_t segment_first, uint32_t offset)
 {
-    PyObject *record = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(frame_size + (has_place ? 12 : 0)));
+    PyObject *record = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(frame_size + (has_place ? RECORD_PLACE_BYTES : 0)));
     if (record) {
         uint8_t *bytes = (uint8_t *)PyBytes_AS_STRING(record);
         memcpy(bytes, frame, frame_size);

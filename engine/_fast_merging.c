@@ -24,8 +24,7 @@
 #define WITH_REQUEST_HASH 8
 
 /* The place of a large value: its segment's first seq (8 bytes), its frame's offset (4 bytes, and 4 of nothing),
-   its length (8), its BLAKE3. A record has the first two behind its frame. */
-#define RECORD_PLACE_BYTES 12
+   its length (8), its BLAKE3. */
 #define PLACE_BYTES 56
 
 static const uint8_t page_magic[PAGE_CHECKSUM_AT] = "LWPAG\r\n\x1a\x01\0\0";
