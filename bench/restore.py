@@ -25,8 +25,6 @@ if not __package__:
 
 import lowwater
 from bench import machine, run
-from lowwater.tiering.open_store import open_store
-from lowwater.tiering.ship_checkpoints import CheckpointShipper
 
 KEYS = (10_000, 100_000, 1_000_000)
 VALUE_BYTES = 100
@@ -51,19 +49,9 @@ def prepare(directory: Path, uri: str, keys: int, tail: int) -> str:
             db.put_many("b", [(key(number), b"%010d" % number + filler) for number in numbers])
         db.checkpoint()
         db.ship()
-        ship_checkpoint(db, uri)
         db.put_many("b", [(key(number * keys // tail), b"%010d" % number + filler) for number in range(tail)])
         db.ship()
         return db.root()
-
-
-def ship_checkpoint(db: Any, uri: str) -> None:
-    store = open_store(uri)
-    shipper = CheckpointShipper(db, store)
-    while shipper.advance() is not None:
-        pass
-    assert shipper.shipped == 1
-    store.close()
 
 
 class Archive:

@@ -20,12 +20,19 @@ from blake3 import blake3
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.errors import LowwaterError, StoreDenied, StoreMissing, StoreReadOnly, StoreUnavailable
+from lowwater.errors import (
+    LowwaterError,
+    StoreDenied,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    UploadGone,
+)
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.store import Found, Part, at, counted
 
 Kind = Literal["write", "read", "stat", "list", "delete"]
-Trouble = Literal["unavailable", "timed_out", "throttled", "denied", "missing", "read_only"]
+Trouble = Literal["unavailable", "timed_out", "throttled", "denied", "missing", "read_only", "gone"]
 
 T = TypeVar("T")
 
@@ -36,6 +43,7 @@ MESSAGES: dict[Trouble, tuple[type[LowwaterError], str]] = {
     "denied": (StoreDenied, "the store refuses it: AccessDenied"),
     "missing": (StoreMissing, "there is no such bucket"),
     "read_only": (StoreReadOnly, "nothing can be written here"),
+    "gone": (UploadGone, "somebody has removed the upload: NoSuchUpload"),
 }
 
 
@@ -323,6 +331,7 @@ def random_faults(
                     Fault(error="timed_out", after=True),
                     Fault(error="timed_out", late=rng.randint(1, late_max)),
                     Fault(error=error, taken_bytes=rng.randint(0, operation.size)),
+                    Fault(error="gone"),
                 ]
                 if lies:
                     choices += [Fault(lost=True), Fault(kept_bytes=rng.randint(0, operation.size))]

@@ -722,8 +722,9 @@ class Core:
         self._before_close.append(stop)
 
     def ship(self, timeout: float | None = None) -> int:
-        """Seal what is being written, and return once all that is durable now is in the object store, is
-        recorded, and counts: the high-water mark. A tail of nothing but what shipping itself writes stays.
+        """Seal what is being written, and return once all that is durable now is in the object store, with
+        the checkpoint that was made last, is recorded, and counts: the high-water mark. A tail of nothing but
+        what shipping itself writes stays.
 
         With a `timeout`, in seconds, a store that does not answer is tried again until then; the error is
         then the store's, or TimedOut. Without one it raises what the store answers."""

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lowwater.tiering.store import Store
+from lowwater.tiering.store import Store, send
 
 PartitionBy = Literal["bucket", "day"]
 
@@ -94,7 +94,8 @@ class ParquetFiles:
             table = pa.Table.from_batches(self._waiting.pop(value)).select(self._kept)
             name = f"{folder_of(self._partition_by, value)}{self._stem}{number}.parquet"
             data = self._encoded(table)
-            made = self._store.write(name, [memoryview(data)], size=data.size)
+            parts = [memoryview(data)]
+            made = send(lambda n=name, p=parts, s=data.size: self._store.write(n, p, size=s))  # type: ignore[misc]
             size = data.size if made else self._store.stat(name).size
             self._made.append(File(name, len(table), size))
         self._waiting_bytes = 0

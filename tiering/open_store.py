@@ -71,5 +71,6 @@ def open_store(
                     requests_max=config.requests_max,
                     part_bytes=config.part_bytes,
                     parts_at_once=config.parts_at_once,
+                    upload_age_max_s=config.upload_age_max_s,
                 )
             return OpenDalStore(place, read_only=read_only, limits=limits, randomness=randomness, sleep=sleep)

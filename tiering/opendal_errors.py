@@ -1,4 +1,5 @@
-"""OpenDAL's exceptions as ours: by what the caller must do, without secrets, without traces of Rust."""
+"""What a store says is wrong, as errors of ours: by what the caller must do, without secrets, and without
+traces of Rust."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from lowwater.errors import (
     StoreDenied,
     StoreMissing,
     StoreUnavailable,
+    UploadGone,
 )
 from lowwater.tiering.store import at, missing
 
@@ -34,6 +36,7 @@ ERRORS: tuple[type[Exception], ...] = (
     OSError,
 )
 
+NO_UPLOAD = re.compile(r"NoSuchUpload")
 NO_CONTAINER = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist", re.I)
 CLOCK_SKEWED = re.compile(r"RequestTimeTooSkewed|RequestExpired|difference between the request time", re.I)
 NO_CREDENTIALS = re.compile(
@@ -58,23 +61,30 @@ def translated(
 ) -> LowwaterError:
     text = str(error)
     path = at(uri, name) if name else uri
-    said = _said(text, secrets)
     kind = kind_of(error)
+    # Lists and writes miss nothing but the bucket itself.
+    if kind == "NotFound" and name and not writing and not NO_CONTAINER.search(text):
+        return missing(uri, name)
+    return error_of(kind, text, _said(text, secrets), path=path)
+
+
+def error_of(kind: str, text: str, said: str, *, path: str) -> LowwaterError:
+    """`kind` is the name of OpenDAL's exception, `text` is searched for what it does not tell apart, and
+    `said` is shown."""
     if CLOCK_SKEWED.search(text):
         return StoreDenied(
             f"this machine's clock and the store's are too far apart: {said}",
             path=path,
             hint="set this machine's clock (chronyc tracking, timedatectl): signed requests carry its time",
         )
+    if NO_UPLOAD.search(text):
+        return UploadGone(f"somebody has removed the upload: {said}", path=path)
     if NO_CONTAINER.search(text):
         return StoreMissing(f"there is no such bucket: {said}", path=path)
     if kind == "PermissionDenied" or NO_CREDENTIALS.search(text):
         return StoreDenied(f"the store refuses it: {said}", path=path)
     if kind == "NotFound":
-        # Lists and writes miss nothing but the bucket itself.
-        return (
-            missing(uri, name) if name and not writing else StoreMissing(f"nothing there: {said}", path=path)
-        )
+        return StoreMissing(f"nothing there: {said}", path=path)
     if kind in ("ConfigInvalid", "Unsupported"):
         return InvalidConfig(
             f"the store cannot be used so: {said}", path=path, hint="docs/operating/stores.md"

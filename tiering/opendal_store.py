@@ -7,7 +7,8 @@ Always true:
   - a multipart upload is completed only when all its bytes came, and as many as were announced.
 
 OpenDAL's Python files cannot abort an upload: closing one completes it, dropping one leaves its parts with
-the server, unseen. On S3 they are found and removed (`s3_uploads.py`), elsewhere by the server's own rules.
+the server, unseen. So on S3 large objects go through a client that knows its uploads (`s3_uploads.py`), where
+that client can do what OpenDAL would; elsewhere the server's own rules remove what was left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, TypeVar, TypeVarTuple
 
 import opendal
@@ -26,12 +27,13 @@ from opendal import exceptions, layers
 from opendal.types import Entry
 
 from lowwater.config import MIB
-from lowwater.engine.real import RealRandomness, sleep
+from lowwater.engine.real import RealClock, RealRandomness, sleep
 from lowwater.engine.seams import Randomness
-from lowwater.errors import NotFound, StoreDenied, StoreUnavailable
+from lowwater.errors import NotFound, StoreDenied, StoreUnavailable, UploadGone
 from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, is_taken, translated
 from lowwater.tiering.retries import Retries
-from lowwater.tiering.s3_uploads import PendingUploads
+from lowwater.tiering.s3_client import usable_client
+from lowwater.tiering.s3_uploads import S3Uploads
 from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
 from lowwater.tiering.store_uri import CONTAINERS, StorePlace
 
@@ -50,6 +52,7 @@ class StoreLimits:
     requests_max: int = 32
     part_bytes: int = 5 * MIB
     parts_at_once: int = 2
+    upload_age_max_s: float = 86_400.0
 
 
 class OpenDalStore(Handle):
@@ -84,14 +87,23 @@ class OpenDalStore(Handle):
             layers.RetryLayer(max_times=limits.attempts_max - 1, jitter=True, min_delay=0.1, max_delay=5.0)
         )
         self._start_after = operator.capability().list_with_start_after
-        self._uploads = (
-            PendingUploads(place.options, container, prefix, timeout_s=limits.timeout_s)
-            if place.kind == "s3"
-            else None
-        )
+        self._uploads = self._uploads_of(place, container, prefix) if place.kind == "s3" else None
         self.refuses_to_overwrite = False
         """Whether the server itself keeps a name that is taken."""
         self._probe()
+
+    def _uploads_of(self, place: StorePlace, bucket: str, prefix: str) -> S3Uploads | None:
+        limits = self._limits
+        client = usable_client(place.options, bucket, prefix, uri=self.uri, timeout_s=limits.timeout_s)
+        if client is None:
+            return None
+        return S3Uploads(
+            client,
+            retries=self.retries,
+            parts_at_once=limits.parts_at_once,
+            age_max_s=limits.upload_age_max_s,
+            clock=RealClock(),
+        )
 
     @property
     def calls_repeated(self) -> int:
@@ -100,6 +112,8 @@ class OpenDalStore(Handle):
 
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
+        if self._uploads is not None:
+            self._uploads.sweep_now_and_then()
         parts = counted(parts, size, at(self.uri, name))
         streamed = size is None or size > self._limits.part_bytes
         # A stream that comes for nothing costs more than a look.
@@ -141,33 +155,43 @@ class OpenDalStore(Handle):
         return True
 
     def _stream(self, name: str, parts: Iterable[Part]) -> bool:
-        limits = self._limits
+        pieces = _pieces(parts, self._limits.part_bytes)
+        begun = list(islice(pieces, 2))
+        if len(begun) < 2:
+            return self.retries.run(lambda: self._put(name, b"".join(begun)))
+        pieces = chain(begun, pieces)
         try:
-            file = self._call(
-                name,
-                lambda: self._streams.open(
-                    name,
-                    "wb",
-                    chunk=limits.part_bytes,
-                    concurrent=limits.parts_at_once,
-                    if_not_exists=self.refuses_to_overwrite,
-                ),
-                writing=True,
-            )
-            for part in parts:  # whose own errors are not the store's
-                for piece in _pieces(part, limits.part_bytes):
-                    self._call(name, lambda p=piece: file.write(p), writing=True)  # type: ignore[misc]
-            try:
-                file.close()
-            except ERRORS as error:
-                if is_taken(error):
-                    return False
-                raise self._translated(error, name, writing=True) from None
-            return True
-        finally:
-            # Also after success: what an earlier process began and did not end is of no use any more.
             if self._uploads is not None:
-                self._uploads.abort(name)
+                return self._uploads.write(name, pieces, keeps=self.refuses_to_overwrite)
+            return self._stream_through_opendal(name, pieces)
+        except UploadGone:
+            # It is gone as well where it was completed, and the answer did not come through.
+            if self._is_there(name):
+                return False
+            raise
+
+    def _stream_through_opendal(self, name: str, pieces: Iterable[bytes]) -> bool:
+        limits = self._limits
+        file = self._call(
+            name,
+            lambda: self._streams.open(
+                name,
+                "wb",
+                chunk=limits.part_bytes,
+                concurrent=limits.parts_at_once,
+                if_not_exists=self.refuses_to_overwrite,
+            ),
+            writing=True,
+        )
+        for piece in pieces:  # whose own errors are not the store's
+            self._call(name, lambda p=piece: file.write(p), writing=True)  # type: ignore[misc]
+        try:
+            file.close()
+        except ERRORS as error:
+            if is_taken(error):
+                return False
+            raise self._translated(error, name, writing=True) from None
+        return True
 
     def _read(self, name: str, start: int, end: int | None) -> bytes:
         try:
@@ -321,11 +345,21 @@ def _is_secret(option: str) -> bool:
     return any(word in option for word in ("secret", "key", "token", "credential"))
 
 
-def _pieces(part: Part, size: int) -> Iterator[bytes]:
-    """OpenDAL takes bytes."""
-    if isinstance(part, bytes) and len(part) <= size:
-        yield part
-        return
-    view = memoryview(part)
-    for start in range(0, len(view), size):
-        yield bytes(view[start : start + size])
+def _pieces(parts: Iterable[Part], size: int) -> Iterator[bytes]:
+    """The same bytes in pieces of `size`, all but the last."""
+    kept = bytearray()
+    for part in parts:
+        view = memoryview(part)
+        start = 0
+        while start < len(view):
+            taken = view[start : start + size - len(kept)]
+            start += len(taken)
+            if not kept and len(taken) == size:
+                yield bytes(taken)
+                continue
+            kept += taken
+            if len(kept) == size:
+                yield bytes(kept)
+                kept.clear()
+    if kept:
+        yield bytes(kept)

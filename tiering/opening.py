@@ -31,9 +31,8 @@ from lowwater.engine.orchestrator import Orchestrator
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
-from lowwater.engine.seams import Task
 from lowwater.engine.tier import ShippingStatus
-from lowwater.errors import Closed, InputError, InvalidConfig
+from lowwater.errors import InputError, InvalidConfig
 from lowwater.metrics import ColdMetrics, StoreMetrics, TierMetrics
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.blocks import ArchivedBlocks
@@ -47,7 +46,6 @@ from lowwater.tiering.names import segment_name
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.remote_checkpoint import read_objects
 from lowwater.tiering.retention import Retention, RetentionOptions
-from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.shipper import Shipper, ShippingOptions
 from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
@@ -120,8 +118,6 @@ class TierParts:
         self._tier_metrics = TierMetrics()
         self.shipper: Shipper | None = None
         self.retention: Retention | None = None
-        self._checkpoints: CheckpointShipper | None = None
-        self._checkpoint_task: Task | None = None
 
     def cold(self, catalogue: Catalogue) -> ColdLog:
         return ColdLog(self.fetcher, catalogue, segment_name)
@@ -145,40 +141,13 @@ class TierParts:
             options=self._options.shipping,
             replicate_sync=self._options.replicate_sync,
             metrics=metrics,
-            on_counted=self._counted,
+            on_counted=self.retention.wake,
             make_room=self.retention.make_room,
         )
         core.attach_tier(self)
         self.shipper.look()
         self.shipper.start()
         self.retention.start()
-        # What a clone ships is whole in its own archive, its parent's checkpoints are not.
-        self._checkpoints = CheckpointShipper(core, self._stores[0], own_after=self.own_after)
-        self._checkpoint_task = core.seams.runner.start("tier-checkpoints", self._checkpoint_step)
-
-    def _counted(self) -> None:
-        """More of the log is in the store: it may be purged here, and checkpoints of it can follow."""
-        if self.retention is not None:
-            self.retention.wake()
-        if self._checkpoint_task is not None:
-            self._checkpoint_task.wake()
-
-    def _checkpoint_step(self) -> float | None:
-        shipper, checkpoints = self.shipper, self._checkpoints
-        assert shipper is not None
-        assert checkpoints is not None
-        interval_s = self._options.shipping.interval_s
-        try:
-            # Before its first upload the log has to be claimed, and for nothing it is not.
-            if not checkpoints.has_work or shipper.prepare() is None:
-                return interval_s
-        except Closed:
-            return None
-        shipped = checkpoints.shipped
-        wait_s = checkpoints.step()
-        if checkpoints.shipped > shipped:
-            shipper.wake()  # the entry that says so has a manifest too
-        return interval_s if wait_s is None else wait_s
 
     def ship(self, timeout_s: float | None) -> int:
         assert self.shipper is not None
@@ -205,8 +174,6 @@ class TierParts:
             self.shipper.make_room()
 
     def stop(self) -> None:
-        if self._checkpoint_task is not None:
-            self._checkpoint_task.stop()
         if self.shipper is not None:
             self.shipper.stop()
         if self.retention is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lowwater.engine.seams import Randomness
-from lowwater.errors import StoreUnavailable
+from lowwater.errors import StoreUnavailable, UploadGone
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ class Retries:
         while True:
             try:
                 return call()
+            except UploadGone:
+                raise  # more than this call has to be made again
             except StoreUnavailable:
                 if attempt >= self._attempts:
                     self._count("failed")

@@ -1,129 +1,250 @@
-"""Multipart uploads that nobody will complete, on S3: found by the name of their object, and aborted.
+"""Multipart uploads on S3: those of this process, each known by its id, and those that killed ones have left.
 
-Always true: only uploads of the very name are aborted. Another process that is sending the same object at
-this moment finds its upload gone, begins again, and sees that the object is there.
-
-OpenDAL has no call for this, and its credentials are its own. So this works with keys that were given as
-options or in the environment; with those of an instance's role, or of a profile, a lifecycle rule of the
-bucket does it (docs/operating/stores.md). Whatever goes wrong here costs room in the store, and no more:
-nothing is raised.
+Always true:
+  - an upload is completed only when all its parts came, and the server has said for each that it took these
+    bytes; one that fails, or that loses against another sender, is aborted by its id;
+  - no upload is removed because of its name: others may be sending the same object at this moment. One is,
+    when the store's own time of its beginning, compared with the store's own clock, is older than the age
+    that was set, and the store has shown that it knows when an upload began;
+  - memory is a part for each connection, whatever an object's size.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
-import re
-from collections.abc import Mapping
-from datetime import UTC, datetime
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import quote, urlsplit
-from xml.sax.saxutils import unescape
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException
+from typing import NamedTuple
 
-from lowwater.engine.real import RealClock
 from lowwater.engine.seams import Clock
+from lowwater.errors import LowwaterError, StoreUnavailable, UploadGone
+from lowwater.logging import get_logger
+from lowwater.tiering.names import parse
+from lowwater.tiering.retries import Retries
+from lowwater.tiering.s3_client import S3Client
+from lowwater.tiering.store import at
 
-EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+_logger = get_logger("shipping")
+
+# How long between two looks for what was left, unless uploads get old sooner.
+SWEEP_EVERY_S = 3600.0
+# What the upload is called that is begun to see whether the store knows when. No object is ever made of it.
+PROBE = ".probe-upload"
 
 
-class PendingUploads:
+class Pending(NamedTuple):
+    """An upload that the store lists. `is_old` is by the store's own times."""
+
+    name: str
+    id: str
+    is_old: bool
+
+
+class S3Uploads:
+    """Of one store. Any number of threads may send at once."""
+
     def __init__(
-        self,
-        options: Mapping[str, str],
-        bucket: str,
-        prefix: str,
-        *,
-        timeout_s: float,
-        clock: Clock | None = None,
+        self, client: S3Client, *, retries: Retries, parts_at_once: int, age_max_s: float, clock: Clock
     ) -> None:
-        self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
-        self._timeout_s = timeout_s
-        self._clock = clock or RealClock()
-        environment = os.environ
-        self._region = (
-            options.get("region")
-            or environment.get("AWS_REGION")
-            or environment.get("AWS_DEFAULT_REGION")
-            or "us-east-1"
-        )
-        endpoint = (
-            options.get("endpoint")
-            or environment.get("AWS_ENDPOINT_URL")
-            or f"https://s3.{self._region}.amazonaws.com"
-        )
-        self._endpoint = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
-        self._key_id = options.get("access_key_id") or environment.get("AWS_ACCESS_KEY_ID", "")
-        self._key = options.get("secret_access_key") or environment.get("AWS_SECRET_ACCESS_KEY", "")
-        self._token = options.get("session_token") or environment.get("AWS_SESSION_TOKEN", "")
-        self._usable = bool(self._key_id and self._key) and "role_arn" not in options
+        self._client = client
+        self._retries = retries
+        self._parts_at_once = parts_at_once
+        self._age_max_s = age_max_s
+        self._clock = clock
+        self._sweeping = threading.Lock()
+        self._swept_s: float | None = None
 
-    def abort(self, name: str) -> int:
-        """How many there were. 0 too where that cannot be known."""
-        if not self._usable:
-            return 0
-        key = self._prefix + name
+    # ------------------------------------------------------------------ one upload of ours
+
+    def write(self, name: str, parts: Iterable[bytes], *, keeps: bool) -> bool:
+        """Make the object of these parts. With `keeps` the server is asked to keep one that is there; the
+        answer is False then. Raises UploadGone where somebody has removed the upload, and what reading the
+        parts raises."""
+        upload = self._retries.run(lambda: self._begin(name))
         try:
-            uploads = self._uploads_of(key)
-            for upload in uploads:
-                self._request("DELETE", f"/{self._bucket}/{key}", {"uploadId": upload})
-        except (OSError, HTTPException, ValueError):
-            return 0
-        return len(uploads)
+            etags = self._send(name, upload, parts)
+            is_made = self._retries.run(lambda: self._complete(name, upload, etags, keeps))
+        except StoreUnavailable:
+            # A server that knows the upload no more may hang up before it has heard a part to its end.
+            if self._abort(name, upload):
+                raise
+            raise UploadGone("somebody has removed the upload", path=at(self._client.uri, name)) from None
+        except BaseException:
+            self._abort(name, upload)
+            raise
+        if not is_made:
+            self._abort(name, upload)
+        return is_made
 
-    def _uploads_of(self, key: str) -> list[str]:
-        status, body = self._request("GET", f"/{self._bucket}", {"prefix": key, "uploads": ""})
-        if status != 200:
-            return []
-        uploads = []
-        for upload in re.findall(r"<Upload>(.*?)</Upload>", body.decode(), re.S):
-            found_key = re.search(r"<Key>(.*?)</Key>", upload, re.S)
-            found_id = re.search(r"<UploadId>(.*?)</UploadId>", upload, re.S)
-            # The prefix of a name is one of others as well.
-            if found_key and found_id and unescape(found_key[1]) == key:
-                uploads.append(unescape(found_id[1]))
-        return uploads
+    def _begin(self, name: str) -> str:
+        answer = self._client.request("POST", name, {"uploads": ""})
+        upload = answer.text_of("UploadId")
+        if not upload:
+            raise StoreUnavailable(
+                "the store has begun an upload, and does not say which", path=at(self._client.uri, name)
+            )
+        return upload
 
-    def _request(self, method: str, path: str, query: Mapping[str, str]) -> tuple[int, bytes]:
-        path = quote(self._endpoint.path.rstrip("/") + path, safe="/-_.~")
-        query_text = "&".join(
-            f"{quote(k, safe='-_.~')}={quote(v, safe='-_.~')}" for k, v in sorted(query.items())
-        )
-        secure = self._endpoint.scheme == "https"
-        connection = (HTTPSConnection if secure else HTTPConnection)(
-            self._endpoint.netloc, timeout=self._timeout_s
-        )
+    def _send(self, name: str, upload: str, parts: Iterable[bytes]) -> list[str]:
+        """Send all parts, several at once: while one is being sent, the server works at those before."""
+        lanes = [_Lane(self._client, name, upload) for _ in range(self._parts_at_once)]
+        etags: dict[int, str] = {}
+
+        def end(lane: _Lane) -> None:
+            if number := lane.number:
+                etags[number] = self._retries.run(lane.receive)
+
         try:
-            connection.request(method, f"{path}?{query_text}", headers=self._signed(method, path, query_text))
-            answer = connection.getresponse()
-            return answer.status, answer.read()
+            for number, part in enumerate(parts, start=1):
+                lane = lanes[number % len(lanes)]
+                end(lane)
+                lane.send(number, part)
+            for lane in lanes:
+                end(lane)
         finally:
-            connection.close()
+            for lane in lanes:
+                lane.close()
+        return [etags[number] for number in sorted(etags)]
 
-    def _signed(self, method: str, path: str, query: str) -> dict[str, str]:
-        """The headers of AWS Signature Version 4."""
-        moment = datetime.fromtimestamp(self._clock.now_us() / 1_000_000, UTC).strftime("%Y%m%dT%H%M%SZ")
-        headers = {
-            "host": self._endpoint.netloc,
-            "x-amz-content-sha256": EMPTY_SHA256,
-            "x-amz-date": moment,
-        }
-        if self._token:
-            headers["x-amz-security-token"] = self._token
-        names = ";".join(sorted(headers))
-        listed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-        canonical = "\n".join((method, path, query, listed, names, EMPTY_SHA256))
-        scope = f"{moment[:8]}/{self._region}/s3/aws4_request"
-        to_sign = "\n".join(
-            ("AWS4-HMAC-SHA256", moment, scope, hashlib.sha256(canonical.encode()).hexdigest())
+    def _complete(self, name: str, upload: str, etags: list[str], keeps: bool) -> bool:
+        listed = "".join(
+            f"<Part><PartNumber>{number}</PartNumber><ETag>{etag}</ETag></Part>"
+            for number, etag in enumerate(etags, start=1)
         )
-        key = f"AWS4{self._key}".encode()
-        for part in scope.split("/"):
-            key = hmac.digest(key, part.encode(), "sha256")
-        signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
-        credential = f"{self._key_id}/{scope}"
-        headers["authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={signature}"
-        )
-        return headers
+        body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
+        headers = {"Content-Type": "application/xml"}
+        if keeps:
+            headers["If-None-Match"] = "*"
+        return not self._client.request("POST", name, {"uploadId": upload}, body, headers).is_refused
+
+    def _abort(self, name: str, upload: str) -> bool:
+        """False where there is no such upload any more. Where something else is in the way, it gets old."""
+        try:
+            self._client.request("DELETE", name, {"uploadId": upload})
+        except UploadGone:
+            return False
+        except LowwaterError:
+            pass
+        return True
+
+    # ------------------------------------------------------------------ those that others have left
+
+    def sweep_now_and_then(self) -> None:
+        """Remove what got old, where nobody has looked for a while. What is in the way costs room in the
+        store, and no more: nothing is raised."""
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            now_s = self._clock.monotonic()
+            if self._swept_s is not None and now_s < self._swept_s + min(SWEEP_EVERY_S, self._age_max_s):
+                return
+            self._swept_s = now_s
+            with suppress(LowwaterError, ValueError):
+                self._sweep()
+        finally:
+            self._sweeping.release()
+
+    def _sweep(self) -> None:
+        # In a bucket without a prefix lies what has nothing to do with us.
+        old = [
+            each
+            for each in self._pending("")
+            if each.is_old and (self._client.prefix or parse(each.name) is not None)
+        ]
+        if not old:
+            return
+        if not self._knows_when_uploads_began():
+            _logger.warning(
+                "the store does not say when uploads began: none is removed", uri=self._client.uri
+            )
+            return
+        for each in old:
+            self._abort(each.name, each.id)
+        _logger.info("removed uploads that nobody completes", uri=self._client.uri, uploads=len(old))
+
+    def _knows_when_uploads_began(self) -> bool:
+        """Some servers say the same of all uploads. One of our own, which has only just begun, must not be
+        old."""
+        upload = self._begin(PROBE)
+        try:
+            return any(each.id == upload and not each.is_old for each in self._pending(PROBE))
+        finally:
+            self._abort(PROBE, upload)
+
+    def _pending(self, name_prefix: str) -> Iterator[Pending]:
+        prefix = self._client.prefix
+        marker: dict[str, str] = {}
+        while True:
+            query = {"uploads": "", "prefix": prefix + name_prefix, **marker}
+            answer = self._client.request("GET", None, query)
+            now = parsedate_to_datetime(answer.headers.get("date", ""))
+            for found in answer.elements("Upload"):
+                began = datetime.fromisoformat(found.get("Initiated", ""))
+                is_old = now - began > timedelta(seconds=self._age_max_s)
+                yield Pending(found.get("Key", "").removeprefix(prefix), found.get("UploadId", ""), is_old)
+            if answer.text_of("IsTruncated") != "true":
+                return
+            before, marker = (
+                marker,
+                {
+                    "key-marker": answer.text_of("NextKeyMarker"),
+                    "upload-id-marker": answer.text_of("NextUploadIdMarker"),
+                },
+            )
+            if marker == before:
+                return  # a server that gives the same page for ever
+
+
+class _Lane:
+    """A connection with at most one part under way, which is kept until the server says that it has it."""
+
+    def __init__(self, client: S3Client, name: str, upload: str) -> None:
+        self.number = 0
+        """Of the part under way; 0 for none."""
+        self._client = client
+        self._name = name
+        self._upload = upload
+        self._part = b""
+        self._connection: HTTPConnection | None = None
+        self._is_sent = False
+
+    def send(self, number: int, part: bytes) -> None:
+        """What goes wrong is told when the answer is asked for."""
+        self.number, self._part = number, part
+        with suppress(StoreUnavailable):
+            self._send()
+
+    def receive(self) -> str:
+        """The mark of the part that is under way. To be called again after StoreUnavailable."""
+        if not self._is_sent:
+            self._send()
+        assert self._connection is not None
+        self._is_sent = False
+        answer = self._client.receive(self._connection, self._name)
+        self.number, self._part = 0, b""
+        etag = answer.headers.get("etag")
+        if etag is None:
+            raise StoreUnavailable(
+                "the store took a part, and gave no mark of it", path=at(self._client.uri, self._name)
+            )
+        return etag
+
+    def _send(self) -> None:
+        if self._connection is None:
+            self._connection = self._client.connect()
+        query = {"partNumber": str(self.number), "uploadId": self._upload}
+        try:
+            self._client.send(self._connection, "PUT", self._name, query, self._part)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # who does not listen to the end has said why, perhaps
+        except (OSError, HTTPException) as error:
+            self._connection.close()
+            raise self._client.unavailable(error, self._name) from None
+        self._is_sent = True
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()

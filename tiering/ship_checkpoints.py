@@ -24,7 +24,7 @@ from lowwater.engine.ckpt import decode_checkpoint
 from lowwater.engine.core import Core
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.seams import File
-from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
+from lowwater.errors import Corrupt, NotFound, StoreCorrupt
 from lowwater.logging import get_logger
 from lowwater.tiering.names import checkpoint_name, pack_object_name
 from lowwater.tiering.store import Store, at, write_verified
@@ -36,11 +36,8 @@ BEFORE_INDEX = Failpoint("ship.before_index")
 BEFORE_ENTRY = Failpoint("ship.before_checkpoint_entry")
 
 PART_BYTES = 2**20
-# How long until an entry is proposed again that somebody else has to order, and how long until what failed
-# is tried again.
+# How long until an entry is proposed again that somebody else has to order.
 PROPOSE_AGAIN_S = 1.0
-AGAIN_S = 1.0
-AGAIN_S_MAX = 60.0
 
 
 class CheckpointShipper:
@@ -53,27 +50,16 @@ class CheckpointShipper:
         self._store = store
         self._own_after = own_after
         self._job: Generator[float, None, None] | None = None
-        self._again_s = AGAIN_S
         self.shipped = self.packs_written = self.bytes_written = 0
 
     @property
     def has_work(self) -> bool:
         return self._job is not None or self._next() is not None
 
-    def step(self) -> float | None:
-        """A `Step` (engine/seams.py): one object, or a look at whether there is something to ship. Whatever
-        is in the way is said in the log, and tried again."""
-        try:
-            wait_s = self.advance()
-        except LowwaterError as error:
-            _logger.warning("a checkpoint was not shipped yet", error=str(error))
-            wait_s, self._again_s = self._again_s, min(2 * self._again_s, AGAIN_S_MAX)
-            return wait_s
-        self._again_s = AGAIN_S
-        return wait_s
-
     def advance(self) -> float | None:
-        """The same, raising what is in the way. None where there is nothing to ship."""
+        """One object, or a look at whether there is something to ship. How long until there may be more, and
+        None where there is nothing. Raises what is in the way; called again it begins with a look at what is
+        there."""
         if self._job is None:
             stored = self._next()
             if stored is None:

@@ -1,4 +1,5 @@
-"""The shipper: sealed segments go to the object store, the log records them, and manifests say so there.
+"""The shipper: sealed segments and checkpoints go to the object store, the log records them, and manifests
+say so there.
 
 Always true:
   - a segment is recorded when every region that counts has it, and in the order of the log: the high-water
@@ -9,7 +10,8 @@ Always true:
   - no writer ever waits for anything here, and no lock is held while a store works;
   - all of it can be done again from the beginning, after a crash at any line: names and bytes are the log's.
 
-Work is done in steps: one looks around, records and publishes; others upload, each one object. Who waits in
+Work is done in steps: one looks around, records and publishes; others upload, each one object, of the log or
+of a checkpoint. Who waits in
 `ship` lends a hand, so that nothing depends on there being threads.
 """
 
@@ -44,7 +46,7 @@ from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.objects import Parent
 from lowwater.tiering.region import Region
-from lowwater.tiering.ship_checkpoints import bring_checkpoint
+from lowwater.tiering.ship_checkpoints import CheckpointShipper, bring_checkpoint
 from lowwater.tiering.store import Store
 from lowwater.tiering.upload_queue import Stopping, UploadQueue, is_alarm
 
@@ -129,6 +131,12 @@ class Shipper:
         # Of what is wrong with the log here, or with the answer of who orders its entries.
         self._trouble = self._new_backoff()
         self._proposed: tuple[int, float] = (0, 0.0)
+        # What a clone ships is whole in its own archive, its parent's checkpoints are not.
+        parent = options.parent
+        self._checkpoints = CheckpointShipper(core, stores[0], own_after=0 if parent is None else parent.seq)
+        self._shipping_checkpoint = threading.Lock()
+        # Of what is wrong with a checkpoint here, or with the store where it goes.
+        self._checkpoint_trouble = self._new_backoff()
         self._tasks: list[Task] = []
         self._background = 0
         """The thread that steps by itself. In a simulation it is everybody's."""
@@ -160,6 +168,7 @@ class Shipper:
         self._tasks.append(runner.start("tier-shipper", self._background_step))
         for number in range(self._options.uploads_at_once):
             self._tasks.append(runner.start(f"tier-upload-{number}", self.upload_step))
+        self._tasks.append(runner.start("tier-checkpoints", self.checkpoint_step))
         self._core.call_when_sealed(self.wake)
 
     def wake(self) -> None:
@@ -313,17 +322,44 @@ class Shipper:
         _logger.info("shipped", path=wanted.local.path, seq_first=segment.first, seq_last=segment.last)
         return True
 
-    def prepare(self) -> Store | None:
-        """For others who have something to upload: the first store, where this owner may write there; None
-        while it cannot be reached, or somebody else goes on."""
+    def checkpoint_step(self) -> float | None:
+        """Upload one object of a checkpoint, or record one that is there, where the log is shipped so far."""
+        if self._is_over:
+            return None
+        with self._shipping_checkpoint:
+            try:
+                return self._advance_checkpoint()
+            except Stopping:
+                return None
+
+    def _advance_checkpoint(self) -> float:
+        checkpoints, trouble = self._checkpoints, self._checkpoint_trouble
+        if trouble.wait_s > 0:
+            return trouble.wait_s
+        shipped = checkpoints.shipped
+        waits: list[float | None] = []
+
+        def advance() -> None:
+            # Before its first upload the log has to be claimed, and for nothing it is not.
+            if checkpoints.has_work and self._may_upload():
+                waits.append(checkpoints.advance())
+
+        self._try(trouble, advance)
+        if checkpoints.shipped > shipped:
+            self.wake()  # the entry that says so has a manifest too
+        if trouble.error is not None:
+            return trouble.wait_s
+        return next((wait_s for wait_s in waits if wait_s is not None), self._options.interval_s)
+
+    def _may_upload(self) -> bool:
+        """Whether the first store can be reached, and this owner may write there."""
         with self._stepping:
             region = self._regions[0]
             if not self._is_over:
                 self._try(region.backoff, self._connect, region)
             if region.archive is not None and not self._is_over:
                 self._try(self._trouble, self._claim)
-            is_ready = region.archive is not None and self._has_claimed and not self._is_over
-            return region.store if is_ready else None
+            return region.archive is not None and self._has_claimed and not self._is_over
 
     def _claim(self) -> None:
         """Before the first upload: be the one who goes on with this log."""
@@ -419,6 +455,8 @@ class Shipper:
         before = self._core.counted_hwm
         if self._core.mark_counts(min(region.hwm for region in counting)) > before:
             self._on_counted()
+            for task in self._tasks[-1:]:
+                task.wake()  # checkpoints of what is shipped can follow
 
     def checkpoints_needed(self) -> list[int]:
         """Of the checkpoints here: the one that is shipped next, and those that are recorded, but that no
@@ -437,6 +475,7 @@ class Shipper:
         for backoff in self._backoffs():
             backoff.forget_wait()
         target = self._target()
+        checkpoint_seq = max((each.seq for each in self._core.checkpoints()), default=0)
         sealed_at_s: float | None = None
         was_told = False
         while True:
@@ -456,7 +495,7 @@ class Shipper:
                         # In a simulation time stands still while somebody sleeps.
                         began_s = min(began_s, self._clock.monotonic() - wait_s)
             self._require_going_on()
-            if self._core.counted_hwm >= target:
+            if self._core.counted_hwm >= target and self._has_checkpoint(checkpoint_seq):
                 return self._core.counted_hwm
             error = self._error_since(attempts)
             if error is not None and (left_s is None or not isinstance(error, RetryError)):
@@ -476,6 +515,17 @@ class Shipper:
         complete = core.complete_segments()
         return min(complete[-1].seq_last, core.marks().durable) if complete else 0
 
+    def _has_checkpoint(self, seq: int) -> bool:
+        """Whether the checkpoint that was made of `seq`, or a later one, is where all have to be that count,
+        and a manifest says so. One that is not here any more was passed over."""
+        core = self._core
+        recorded = core.catalogue.checkpoints.last
+        recorded_seq = 0 if recorded is None else recorded.seq
+        if recorded_seq < seq and any(recorded_seq < each.seq <= seq for each in core.checkpoints()):
+            return False
+        published_seq = min(region.published_seq for region in self._regions if region.counts)
+        return recorded is None or published_seq >= recorded.recorded_seq
+
     def _seal_below(self, target: int) -> None:
         complete = self._core.complete_segments()
         if (complete[-1].seq_last if complete else 0) < target:
@@ -494,11 +544,16 @@ class Shipper:
         while self.upload_step() == 0:
             pass
         self.step()
+        while self.checkpoint_step() == 0:
+            pass
+        self.step()
         return self._progress() != before
 
     def _progress(self) -> tuple[object, ...]:
         seqs = [region.published_seq for region in self._regions]
-        return self._core.catalogue.hwm, self._core.counted_hwm, self._core.marks().durable, *seqs
+        catalogue = self._core.catalogue
+        sent = self._checkpoints.bytes_written
+        return catalogue.recorded_seq, self._core.counted_hwm, self._core.marks().durable, sent, *seqs
 
     def _require_going_on(self) -> None:
         if self._stopped_by is not None:
@@ -514,8 +569,8 @@ class Shipper:
         return Backoff(seams.clock, seams.randomness)
 
     def _backoffs(self, *, counting: bool = False) -> list[Backoff]:
-        """All of them, or those that the marks wait for."""
-        found = [self._trouble]
+        """All of them, or those that `ship` waits for."""
+        found = [self._trouble, self._checkpoint_trouble]
         for number, region in enumerate(self._regions):
             if region.counts or not counting:
                 found += [region.backoff, region.uploads, *self._queue.troubles_of(number)]
@@ -527,7 +582,7 @@ class Shipper:
         return next((error for error in errors if is_alarm(error)), None)
 
     def _error_since(self, attempts: Mapping[int, int]) -> LowwaterError | None:
-        """What went wrong with what the marks wait for, since so many attempts had failed."""
+        """What went wrong with what `ship` waits for, since so many attempts had failed."""
         errors = [
             each.error
             for each in self._backoffs(counting=True)

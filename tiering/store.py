@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from lowwater.errors import Closed, InvalidEntry, NotFound, StoreCorrupt, StoreReadOnly
+from lowwater.errors import Closed, InvalidEntry, NotFound, StoreCorrupt, StoreReadOnly, UploadGone
 
 # What the bytes of an object may come in.
 Part = bytes | bytearray | memoryview
@@ -26,6 +26,9 @@ COMPONENT_BYTES_MAX = 255  # of file systems
 
 # Where a store has looked what its server can do. Never listed, and no name for an object.
 PROBE = ".probe"
+
+# How often an upload that somebody removed is begun at most.
+UPLOADS_MAX = 5
 
 
 class Found(NamedTuple):
@@ -40,7 +43,8 @@ class Store(Protocol):
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         """Make the object of these bytes, `size` in all; None where it is not known before, and the object
         may be too large for memory. True when this call made it, False when there was
-        one of that name, which is kept; a call that was repeated below may find its own and say False."""
+        one of that name, which is kept; a call that was repeated below may find its own and say False.
+        UploadGone says that all parts have to be sent again: `send` does that."""
         ...
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
@@ -61,12 +65,23 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
+def send(write: Callable[[], bool]) -> bool:
+    """Write an object, and begin again where somebody removed its upload: a rule of the bucket, or another
+    sender that took it for one of a killed process."""
+    for _ in range(UPLOADS_MAX - 1):
+        try:
+            return write()
+        except UploadGone:
+            pass
+    return write()
+
+
 def write_verified(store: Store, name: str, parts: Callable[[], Iterable[Part]], *, size: int) -> bool:
     """Write an object, and see whether the store has it: some say yes before they know.
 
     An object that was there may have another size: it may have been compressed by another version.
     """
-    made = store.write(name, parts(), size=size)
+    made = send(lambda: store.write(name, parts(), size=size))
     try:
         found = store.stat(name)
     except NotFound:

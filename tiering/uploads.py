@@ -26,7 +26,7 @@ from lowwater.engine.seams import File, Files
 from lowwater.engine.verified import VerifiedBlocks
 from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
 from lowwater.tiering.names import parse, segment_name
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Store, at, send
 from lowwater.tiering.verify import ObjectFile, describe_object
 
 READ_BYTES = 2**20
@@ -105,15 +105,19 @@ def upload_segment(
                 raise Corrupt("this is another segment than the log has", seq=segment.first)
             size = 0
 
-            def count(parts: Iterator[bytes]) -> Iterator[bytes]:
+            def counted(parts: Iterator[bytes]) -> Iterator[bytes]:
                 nonlocal size
+                size = 0
                 for part in parts:
                     passing(len(part))
                     size += len(part)
                     yield part
 
-            parts, known = _parts(file, segment, part_bytes)
-            made = store.write(name, count(parts), size=known)
+            def write() -> bool:
+                parts, known = _parts(file, segment, part_bytes)
+                return store.write(name, counted(parts), size=known)
+
+            made = send(write)
         finally:
             file.close()
     AFTER_UPLOAD()
@@ -198,7 +202,7 @@ def copy_object(source: Store, target: Store, name: str, *, part_bytes: int, pas
             passing(len(part))
             yield part
 
-    made = target.write(name, parts(), size=size)
+    made = send(lambda: target.write(name, parts(), size=size))
     if _size_of(target, name) != size and made:
         raise StoreCorrupt("the copy of an object has another size", path=at(target.uri, name))
     return made

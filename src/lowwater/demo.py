@@ -39,7 +39,6 @@ from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.real import RealFiles
 from lowwater.spark.plan import pin
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.testing.s3_server import S3Server
 
 OPTIONS = LogOptions(sync_mode="fdatasync", segment_bytes=8_000_000)
@@ -337,7 +336,6 @@ class _Demo:
             with self._console.status("making and shipping a checkpoint"):
                 db.checkpoint()
                 db.ship()
-                self._ship_checkpoint(db)
             seconds += self._with_progress("writing a tail above it", TAIL, _puts(db, tail_from, KEYS))
             self._row("durable puts while it ships", f"{KEYS / seconds:,.0f}/s, {BATCH} a sync")
             with self._console.status("shipping the rest"):
@@ -353,13 +351,6 @@ class _Demo:
             )
             self._row("on the S3 server", f"{len(stored)} objects, {sum(stored) / 1e6:.1f} MB")
             return older_seq, older_root, db.root()
-
-    def _ship_checkpoint(self, db: lowwater.Database) -> None:
-        store = open_store(self._uri, options=self._config["tier"]["options"])
-        shipper = CheckpointShipper(db, store)
-        while shipper.advance() is not None:
-            pass
-        store.close()
 
 
 class _Moment(NamedTuple):

@@ -8,6 +8,7 @@
     │   ├── Deadlock                 a transaction was chosen to end a deadlock: start it again
     │   ├── LockTimeout              a lock was not free in time: nothing was done
     │   ├── StoreUnavailable         the object store did not answer, or not in time: it may have happened
+    │   │   └── UploadGone               ... because somebody removed the upload that was under way
     │   └── TimedOut                 the answer did not come in time; the work may still happen
     ├── InputError               change the request (or the configuration): nothing was written
     │   ├── InvalidEntry             a name, key, value, metadata or limit that no log accepts
@@ -130,6 +131,10 @@ class LockTimeout(RetryError):
 
 class StoreUnavailable(RetryError):
     default_hint = "look at the network, the endpoint and the state of the store; calling again is safe"
+
+
+class UploadGone(StoreUnavailable):
+    default_hint = "look at the lifecycle rules of the bucket; calling again is safe"
 
 
 class TimedOut(RetryError):

@@ -8,8 +8,6 @@ import pytest
 
 import lowwater
 from lowwater.engine.origin import ORIGIN
-from lowwater.tiering.open_store import open_store
-from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 
 
@@ -27,11 +25,6 @@ def test_a_restore_from_s3_is_opened_again_without_naming_it(
             db.put_many("b", [(f"k{number:04}", b"%d" % number) for number in range(2000)])
             db.checkpoint()
             db.ship()
-            store = open_store(uri)
-            shipper = CheckpointShipper(db, store)
-            while shipper.advance() is not None:
-                pass
-            store.close()
             db.put("b", "k0007", b"tail" * 1000)
             db.ship()
             root = db.root()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
+from tests.tiering.moto_server import boto_client, pending_uploads
 from tests.tiering.s3_proxy import Answer, Request, Rule, S3Proxy, proxied
 
 from lowwater.chaos.clock import SeededRandomness
@@ -23,7 +23,7 @@ from lowwater.errors import LowwaterError, StoreDenied, StoreMissing, StoreReadO
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore
 from lowwater.tiering.store import Store
-from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_ACCESS_KEY, S3Server
+from lowwater.tiering.testing.s3_server import BUCKET, SECRET_ACCESS_KEY, S3Server
 from lowwater.tiering.testing.store import LARGE_BYTES, Place, StoreConformance, names, pattern, put
 
 
@@ -40,13 +40,7 @@ def prefix() -> str:
 
 @pytest.fixture
 def client(s3_server: S3Server) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=s3_server.endpoint,
-        aws_access_key_id=ACCESS_KEY_ID,
-        aws_secret_access_key=SECRET_ACCESS_KEY,
-        region_name="us-east-1",
-    )
+    return boto_client(s3_server.endpoint)
 
 
 @pytest.fixture
@@ -112,13 +106,8 @@ def test_another_client_reads_and_lists_what_was_written(
     assert store.read("theirs") == b"theirs"
 
 
-def pending(client: Any, prefix: str) -> list[str]:
-    uploads = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
-    return [upload["Key"] for upload in uploads if upload["Key"].startswith(prefix)]
-
-
 def test_a_write_that_fails_half_way_leaves_no_upload(
-    opened: Callable[..., OpenDalStore], client: Any, prefix: str
+    opened: Callable[..., OpenDalStore], s3_server: S3Server, prefix: str
 ) -> None:
     """Its parts would be paid for, for ever."""
     store = opened()
@@ -126,27 +115,12 @@ def test_a_write_that_fails_half_way_leaves_no_upload(
     def parts() -> Iterator[bytes]:
         for _ in range(6):
             yield bytes(5_000_000)
-        assert pending(client, prefix) == [f"{prefix}/a"]
+        assert pending_uploads(s3_server, prefix) == [f"{prefix}/a"]
         raise OSError(5, "the disk failed")
 
     with pytest.raises(OSError, match="the disk failed"):
         store.write("a", parts(), size=40_000_000)
-    assert pending(client, prefix) == []
-
-
-def test_an_upload_that_a_killed_process_left_goes_with_the_next_of_its_name(
-    opened: Callable[..., OpenDalStore], client: Any, prefix: str
-) -> None:
-    """Those of other names belong to somebody else."""
-    for name in ("a", "ab"):
-        upload = client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{name}")["UploadId"]
-        client.upload_part(
-            Bucket=BUCKET, Key=f"{prefix}/{name}", UploadId=upload, PartNumber=1, Body=b"x" * 100
-        )
-    store = opened()
-    assert store.write("a", [bytes(LARGE_BYTES)], size=LARGE_BYTES)
-    assert pending(client, prefix) == [f"{prefix}/ab"]
-    assert store.stat("a").size == LARGE_BYTES
+    assert pending_uploads(s3_server, prefix) == []
 
 
 def test_a_list_of_many_objects_comes_in_pages(

@@ -226,19 +226,6 @@ class Keeping:
     close = stop
 
 
-def test_the_step_tries_again_and_waits_longer(shipping: Shipping) -> None:
-    """The background neither gives up nor spins."""
-    shipping.checkpoint()
-    shipping.ship_log()
-    shipping.store.is_down = True
-    waits = [shipping.shipper.step() for _ in range(9)]
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    shipping.store.is_down = False
-    while shipping.shipper.step() is not None:
-        pass
-    assert shipping.db.catalogue.checkpoint_seq
-
-
 def test_two_that_ship_the_same_make_the_same(shipping: Shipping) -> None:
     """Who comes second finds what is there, and records nothing twice."""
     shipping.checkpoint()

@@ -69,6 +69,69 @@ def test_what_was_written_is_in_the_store_when_ship_returns() -> None:
     machine.db.close()
 
 
+def test_ship_returns_once_the_checkpoint_is_there_too() -> None:
+    """A restore right after it begins with that, and does not read the whole log."""
+    machine = new_machine()
+    fill(machine, 0, 300)
+    machine.db.checkpoint()
+    hwm = machine.db.ship()
+    seq = machine.db.checkpoints()[0].seq
+    catalogue, _ = archived(machine.server)
+    assert catalogue.checkpoint_seq == seq <= hwm
+    assert manifests_of(machine.server) == machine.db.catalogue.seqs_after(0)
+    operations = machine.server.operations
+    assert machine.db.ship() == hwm
+    assert machine.server.operations == operations, "nothing is left to do"
+    machine.db.close()
+
+
+def test_ship_raises_what_is_in_the_way_of_a_checkpoint_and_so_does_an_alarm_later() -> None:
+    """It is tried again, later each time, and counted; nobody waits for ever."""
+    machine = new_machine()
+    fill(machine, 0, 100)
+    machine.db.checkpoint()
+    machine.server.fault = lambda operation: (
+        Fault(error="timed_out") if operation.name.startswith("data/") else None
+    )
+    with pytest.raises(StoreUnavailable, match="no answer came in time"):
+        machine.db.ship()
+    status = machine.db.shipping()
+    assert status.state == "failing"
+    assert status.failures
+    assert "no answer came in time" in (status.error or "")
+    assert machine.db.counted_hwm > 100, "the log went on"
+    with pytest.raises(StoreUnavailable):
+        machine.db.ship(timeout=20)
+    machine.server.fault = None
+    machine.later(70)
+    assert machine.db.shipping().error is None
+    assert archived(machine.server)[0].checkpoint_seq
+    machine.db.close()
+
+
+def test_an_upload_that_somebody_removed_is_no_failure() -> None:
+    """It is begun again at once, with all of its parts."""
+    machine = new_machine()
+    written = fill(machine, 0, 300)
+    machine.db.checkpoint()
+    seen: set[str] = set()
+
+    def gone_once(operation: Operation) -> Fault | None:
+        if operation.kind != "write" or not operation.name.startswith(("wal/", "data/")):
+            return None
+        if operation.name in seen:
+            return None
+        seen.add(operation.name)
+        return Fault(error="gone")
+
+    machine.server.fault = gone_once
+    machine.db.ship()
+    assert len(seen) >= 4
+    assert machine.db.shipping().error is None
+    assert values_in(archived(machine.server)[1]) == written
+    machine.db.close()
+
+
 def test_shipping_does_not_feed_itself() -> None:
     """What it writes is no reason to seal: an idle database stays idle."""
     machine = new_machine()

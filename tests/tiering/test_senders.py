@@ -1,0 +1,353 @@
+"""Several senders of the same objects at once, on real S3 servers: any replica may ship anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiering.moto_server import MotoServer, boto_client, pending_uploads
+from tests.tiering.s3_proxy import Answer, Request, proxied
+from tests.tiering.shipping import Order
+
+import lowwater
+from lowwater.engine.chain import checkpoint_entry
+from lowwater.engine.entries import CreateBucket, Put
+from lowwater.engine.log import LogOptions
+from lowwater.engine.real import RealFiles, RealRandomness
+from lowwater.errors import UploadGone
+from lowwater.tiering.names import segment_name
+from lowwater.tiering.open_store import open_store
+from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
+from lowwater.tiering.store import Store, write_verified
+from lowwater.tiering.store_uri import parse_uri
+from lowwater.tiering.testing.s3_server import BUCKET, S3Server
+from lowwater.tiering.uploads import describe_file, upload_segment
+from lowwater.tiering.verify import ObjectFile, open_segment
+
+# As many as have to hold once: `make chaos` runs 200.
+ROUNDS = int(os.environ.get("SENDER_ROUNDS", "12"))
+PACK = "data/packs/" + "ab" * 32 + ".pack"
+PACK_BYTES = 11_000_000
+PART_BYTES = 5 * 2**20
+
+Server = S3Server | MotoServer
+
+
+@pytest.fixture(scope="module")
+def moto_server() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["rclone", "moto"])
+def server(request: pytest.FixtureRequest, s3_server: S3Server) -> Server:
+    return s3_server if request.param == "rclone" else request.getfixturevalue("moto_server")
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"senders/{RealRandomness().token(8).hex()}"
+
+
+@pytest.fixture(scope="module")
+def segments(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two sealed segments, each of which goes out in several parts."""
+    directory = tmp_path_factory.mktemp("log")
+    with lowwater.Log.open(directory, options=LogOptions(segment_bytes=8_000_000)) as log:
+        for number in range(36):
+            log.append(Put("b", f"{number}", random.Random(number).randbytes(500_000)))
+        log.seal()
+    return sorted(directory.glob("segment-*"))[:2]
+
+
+def leave_upload(server: Server, key: str) -> str:
+    """Begin an upload and send a part of it, as a sender that is killed then, or that is slow."""
+    client = boto_client(server.endpoint)
+    upload: str = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * PART_BYTES)
+    return upload
+
+
+def send_all(store: Store, paths: Iterable[Path]) -> None:
+    """What a shipper does with a pack and with segments."""
+    files = RealFiles()
+    data = random.Random(7).randbytes(PACK_BYTES)
+    write_verified(store, PACK, lambda: [data], size=len(data))
+    for path in paths:
+        segment = describe_file(files, str(path))
+        upload_segment(store, files, str(path), segment, part_bytes=2**20, passing=lambda _: None)
+
+
+def require_all(store: Store, paths: Iterable[Path]) -> None:
+    assert store.read(PACK) == random.Random(7).randbytes(PACK_BYTES)
+    for path in paths:
+        segment = describe_file(RealFiles(), str(path))
+        name = segment_name(segment)
+        file = open_segment(ObjectFile(store, name, store.stat(name).size))
+        assert file.read_at(0, segment.size + 1) == path.read_bytes()
+
+
+def opened(server: Server, prefix: str, **limits: Any) -> OpenDalStore:
+    return OpenDalStore(parse_uri(server.uri(prefix), server.options), limits=StoreLimits(**limits))
+
+
+# ---- processes
+
+SENDER = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = json.loads(sys.argv[3])
+from tests.tiering.test_senders import send_all
+from lowwater.tiering.open_store import open_store
+
+options, paths = json.loads(sys.argv[1]), [Path(path) for path in json.loads(sys.argv[2])]
+print("ready", flush=True)
+for line in sys.stdin:
+    store = open_store(line.strip(), options=options)
+    send_all(store, paths)
+    store.close()
+    print("sent", flush=True)
+"""
+
+
+class Sender:
+    def __init__(self, server: Server, segments: list[Path]) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                SENDER,
+                json.dumps(server.options),
+                json.dumps([str(path) for path in segments]),
+                json.dumps(sys.path),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.answer() == "ready"
+
+    def begin(self, uri: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{uri}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end()
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+@pytest.mark.slow
+def test_three_processes_send_the_same_and_one_of_them_is_killed_now_and_then(
+    server: Server, segments: list[Path], prefix: str
+) -> None:
+    """No error, every object whole, and nothing pending but what a killed one has left."""
+    senders = [Sender(server, segments) for _ in range(3)]
+    rng = random.Random(ROUNDS)
+    left = 0
+    for number in range(ROUNDS):
+        uri = f"{server.uri(prefix)}/{number}"
+        for sender in senders:
+            sender.begin(uri)
+        killed = rng.randrange(3) if number % 4 == 3 else None
+        if killed is not None:
+            threading.Event().wait(rng.random() / 4)  # into whatever it is at
+            senders[killed].kill()
+        for position, sender in enumerate(senders):
+            assert position == killed or sender.answer() == "sent"
+        store = open_store(uri, options=server.options)
+        require_all(store, segments)
+        found = pending_uploads(server, f"{prefix}/{number}/")
+        assert killed is not None or found == []
+        assert len(found) <= 1, "one sender has one upload under way"
+        left += len(found)
+        store.close()
+        if killed is not None:
+            senders[killed] = Sender(server, segments)
+    for sender in senders:
+        sender.end()
+    if isinstance(server, MotoServer):
+        return  # which says of all that they began in 2010: nothing may be removed there
+    store = opened(server, prefix, upload_age_max_s=1.0)
+    while pending_uploads(server, prefix):
+        store.delete("now")
+        store.write("now", [b"."], size=1)
+
+
+@pytest.mark.slow
+def test_three_threads_send_the_same(server: Server, segments: list[Path], prefix: str) -> None:
+    """One program with three nodes in it, say."""
+    for number in range(max(2, ROUNDS // 3)):
+        stores = [opened(server, f"{prefix}/{number}") for _ in range(3)]
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(send_all, stores, [segments] * 3))
+        require_all(stores[0], segments)
+        assert pending_uploads(server, prefix) == []
+
+
+# ---- engines
+
+
+class Once(Order):
+    """Orders entries for engines whose threads propose at any time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        super().__init__()
+
+    def order(self, entry: Any) -> int:
+        with self.lock:
+            return super().order(entry)
+
+
+@pytest.mark.slow
+def test_three_engines_ship_one_log_at_once(server: Server, tmp_path: Path, prefix: str) -> None:
+    """Segments, packs and manifests: all of them send all of it, and the archive can be restored."""
+    order = Once()
+    config = {
+        "tier": {"uri": server.uri(prefix), "options": server.options},
+        "shipping": {"interval_s": 0.05},
+    }
+    engines = [lowwater.Engine(tmp_path / name, None, config, order) for name in ("one", "two", "three")]
+    for engine in engines:
+        with order.lock:
+            order.engines.append(engine)
+            order.deliver(engine)
+    order.order(CreateBucket("b"))
+    rng = random.Random(5)
+    for number in range(400):
+        order.order(Put("b", f"{number:04}", rng.randbytes(rng.choice([100, 60_000]))))
+        if number % 130 == 129:
+            with order.lock:
+                order.order(checkpoint_entry(engines[0]._state.checkpoint_seq))
+    targets = [engine.ship(timeout=300) for engine in engines]
+    assert min(targets) > 400
+    roots = {engine.root(400) for engine in engines}
+    assert len(roots) == 1
+    assert [engine.shipping().error for engine in engines] == [None] * 3
+    for engine in engines:
+        engine.close()
+    assert pending_uploads(server, prefix) == []
+    restored = lowwater.restore(
+        server.uri(prefix), tmp_path / "restored", 400, config=config, clone=True, full=True
+    )
+    assert restored.seq == 400
+    with lowwater.open(tmp_path / "restored", config={}) as db:
+        assert {db.root()} == roots
+
+
+# ---- whose upload may be removed
+
+
+def test_an_upload_that_is_under_way_is_nobodys_to_remove(server: Server, prefix: str) -> None:
+    """Another sender of the same object is ready first: this one goes on with its parts all the same."""
+    upload = leave_upload(server, f"{prefix}/{PACK}")
+    store = opened(server, prefix)
+    assert store.write(PACK, [bytes(PACK_BYTES)], size=PACK_BYTES)
+    assert not store.write(PACK, [bytes(PACK_BYTES)], size=PACK_BYTES)
+    assert pending_uploads(server, prefix) == [f"{prefix}/{PACK}"]
+    boto_client(server.endpoint).upload_part(
+        Bucket=BUCKET, Key=f"{prefix}/{PACK}", UploadId=upload, PartNumber=2, Body=b"y"
+    )
+
+
+def test_what_a_killed_process_left_goes_when_it_is_old_by_the_stores_clock(
+    s3_server: S3Server, prefix: str
+) -> None:
+    """And not before. Its object is never sent again: somebody has taken it on."""
+    leave_upload(s3_server, f"{prefix}/{PACK}")
+    patient = opened(s3_server, prefix)
+    assert patient.write("a", [b"."], size=1)
+    assert pending_uploads(s3_server, prefix) == [f"{prefix}/{PACK}"]
+    hasty = opened(s3_server, prefix, upload_age_max_s=1.0)
+    while pending_uploads(s3_server, prefix):
+        hasty.delete("b")
+        hasty.write("b", [b"."], size=1)
+    other = leave_upload(s3_server, f"elsewhere/{prefix}")
+    assert other
+    hasty.write("c", [b"."], size=1)
+    assert pending_uploads(s3_server, f"elsewhere/{prefix}") == [f"elsewhere/{prefix}"]
+
+
+def test_a_store_that_does_not_know_when_uploads_began_keeps_them(
+    moto_server: MotoServer, prefix: str
+) -> None:
+    """It says that all began in 2010: everybody's uploads would be removed while they are sent."""
+    leave_upload(moto_server, f"{prefix}/{PACK}")
+    store = opened(moto_server, prefix)
+    store.write("a", [b"."], size=1)
+    assert pending_uploads(moto_server, prefix) == [f"{prefix}/{PACK}"]
+
+
+def test_in_a_bucket_without_a_prefix_only_uploads_of_an_archive_go(s3_server: S3Server) -> None:
+    """What else lies in there belongs to somebody else."""
+    theirs = f"theirs-{RealRandomness().token(4).hex()}"
+    ours = "data/packs/" + RealRandomness().token(32).hex() + ".pack"
+    leave_upload(s3_server, theirs)
+    leave_upload(s3_server, ours)
+    store = opened(s3_server, "", upload_age_max_s=1.0)
+    while pending_uploads(s3_server, ours):
+        store.delete("epochs/0000000001-aa.cbor")
+        store.write("epochs/0000000001-aa.cbor", [b"."], size=1)
+    assert pending_uploads(s3_server, theirs) == [theirs]
+    store.delete("epochs/0000000001-aa.cbor")
+
+
+def removing(server: S3Server, times: int) -> Callable[[Request], Answer | None]:
+    """A rule: so many uploads are removed by somebody when their second part comes."""
+    left = [True] * times
+
+    def rule(request: Request) -> Answer | None:
+        if request.method == "PUT" and "partNumber=2" in request.query and left:
+            left.pop()
+            upload = request.query.partition("uploadId=")[2].partition("&")[0]
+            bucket, _, key = request.path.lstrip("/").partition("/")
+            boto_client(server.endpoint).abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload)
+        return None
+
+    return rule
+
+
+def test_an_upload_that_somebody_removed_is_begun_again(
+    s3_server: S3Server, segments: list[Path], prefix: str
+) -> None:
+    """A rule of the bucket does that as well."""
+    with proxied(s3_server) as proxy:
+        proxy.rule = removing(s3_server, 3)
+        store = open_store(s3_server.uri(prefix), options=proxy.options)
+        send_all(store, segments)
+        require_all(store, segments)
+        proxy.rule = removing(s3_server, 1)
+        with pytest.raises(UploadGone, match="somebody has removed the upload"):
+            store.write("b", iter([bytes(PACK_BYTES)]), size=PACK_BYTES)
+    assert pending_uploads(s3_server, prefix) == []
+
+
+def test_an_upload_whose_end_was_not_answered_has_made_its_object(s3_server: S3Server, prefix: str) -> None:
+    """The second try finds no upload any more, for it is an object now."""
+    with proxied(s3_server) as proxy:
+        lost = [Answer(500, "InternalError", "lost", forward=True)]
+        proxy.rule = lambda request: (
+            lost.pop() if request.method == "POST" and "uploadId" in request.query and lost else None
+        )
+        store = open_store(s3_server.uri(prefix), options=proxy.options)
+        data = random.Random(1).randbytes(PACK_BYTES)
+        write_verified(store, PACK, lambda: [data], size=len(data))
+        assert not lost
+        assert store.read(PACK) == data

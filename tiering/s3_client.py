@@ -1,0 +1,238 @@
+"""Signed requests to S3, for what OpenDAL has no calls for: multipart uploads by their ids.
+
+Always true:
+  - every request is signed over its body, so the server takes nothing that was changed on its way;
+  - an answer that says no is one of our errors, by what the caller must do, as OpenDAL's are;
+  - `usable_client` gives one only where it does what OpenDAL would: with keys from the options or
+    the environment, and no option that it does not know. A role, a profile, a proxy or encryption
+    by the server are OpenDAL's alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import NamedTuple
+from urllib.parse import SplitResult, quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+from xml.sax.saxutils import unescape
+
+from lowwater.engine.real import RealClock
+from lowwater.engine.seams import Clock
+from lowwater.errors import LowwaterError, StoreUnavailable
+from lowwater.tiering.opendal_errors import error_of
+from lowwater.tiering.store import at
+
+# What a request that OpenDAL makes depends on, and ones of ours do too.
+OPTIONS = frozenset({"endpoint", "region", "access_key_id", "secret_access_key", "session_token"})
+
+# Answers of S3 by their status. All others are tried again.
+KINDS = {401: "PermissionDenied", 403: "PermissionDenied", 404: "NotFound", 429: "RateLimited"}
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    """Their names are in small letters."""
+    body: bytes
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the condition of the request did not hold."""
+        return self.status == 412
+
+    def text_of(self, tag: str) -> str:
+        """What stands in the first element of that name; nothing where there is none."""
+        return _text(tag, self.body.decode("utf-8", "replace"))
+
+    def elements(self, tag: str) -> list[dict[str, str]]:
+        """Of each element of that name, the texts of its children."""
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", self.body.decode("utf-8", "replace"), re.S)
+        return [{tag: _text(tag, each) for tag in re.findall(r"<(\w+)>", each)} for each in found]
+
+
+class S3Client:
+    """Of one bucket, below one prefix. Any number of threads may share it."""
+
+    def __init__(
+        self,
+        endpoint: SplitResult,
+        bucket: str,
+        prefix: str,
+        *,
+        uri: str,
+        region: str,
+        key_id: str,
+        key: str,
+        token: str = "",
+        timeout_s: float,
+        clock: Clock | None = None,
+    ) -> None:
+        """`uri` is what errors call it."""
+        self.prefix = f"{prefix}/" if prefix else ""
+        self.uri = uri
+        self._endpoint = endpoint
+        self._bucket = bucket
+        self._region = region
+        self._key_id, self._key, self._token = key_id, key, token
+        self._timeout_s = timeout_s
+        self._clock = clock or RealClock()
+
+    def connect(self) -> HTTPConnection:
+        """A connection that no other thread uses."""
+        secure = self._endpoint.scheme == "https"
+        return (HTTPSConnection if secure else HTTPConnection)(self._endpoint.netloc, timeout=self._timeout_s)
+
+    def send(
+        self,
+        connection: HTTPConnection,
+        method: str,
+        name: str | None,
+        query: Mapping[str, str],
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send a request for the object `name`, or for the bucket. Raises OSError and HTTPException."""
+        path = self._endpoint.path.rstrip("/") + f"/{self._bucket}"
+        if name is not None:
+            path += f"/{self.prefix}{name}"
+        path = quote(path, safe="/-_.~")
+        query_text = "&".join(
+            f"{quote(k, safe='-_.~')}={quote(v, safe='-_.~')}" for k, v in sorted(query.items())
+        )
+        signed = self._signed(method, path, query_text, hashlib.sha256(body).hexdigest())
+        connection.request(method, f"{path}?{query_text}", body=body, headers={**signed, **(headers or {})})
+
+    def receive(self, connection: HTTPConnection, name: str | None) -> Answer:
+        """The answer to what was sent. Raises what it says, where that is an error, and StoreUnavailable
+        where there is none; that a condition did not hold is no error."""
+        try:
+            response = connection.getresponse()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            answer = Answer(response.status, headers, response.read())
+        except (OSError, HTTPException) as error:
+            connection.close()
+            raise self.unavailable(error, name) from None
+        # The end of an upload is announced as a success before it is one.
+        is_error = answer.status >= 300 or b"<Error>" in answer.body[:1000]
+        if is_error and not answer.is_refused:
+            raise self._said(answer, name)
+        return answer
+
+    def request(
+        self,
+        method: str,
+        name: str | None,
+        query: Mapping[str, str],
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """One request on a connection of its own."""
+        connection = self.connect()
+        try:
+            try:
+                self.send(connection, method, name, query, body, headers)
+            except (OSError, HTTPException) as error:
+                raise self.unavailable(error, name) from None
+            return self.receive(connection, name)
+        finally:
+            connection.close()
+
+    def unavailable(self, error: Exception | str, name: str | None) -> LowwaterError:
+        said = str(error) or type(error).__name__
+        return StoreUnavailable(f"the store did not do it: {said:.300}", path=self._path(name))
+
+    def _said(self, answer: Answer, name: str | None) -> LowwaterError:
+        code, message = answer.text_of("Code"), answer.text_of("Message")
+        said = " ".join(part for part in (code, message) if part) or "no reason given"
+        return error_of(
+            KINDS.get(answer.status, "Unexpected"),
+            code,
+            f"{said:.300} (HTTP {answer.status})",
+            path=self._path(name),
+        )
+
+    def _path(self, name: str | None) -> str:
+        return self.uri if name is None else at(self.uri, name)
+
+    def _signed(self, method: str, path: str, query: str, body_hash: str) -> dict[str, str]:
+        """The headers of AWS Signature Version 4."""
+        moment = datetime.fromtimestamp(self._clock.now_us() / 1_000_000, UTC).strftime("%Y%m%dT%H%M%SZ")
+        headers = {
+            "host": self._endpoint.netloc,
+            "x-amz-content-sha256": body_hash,
+            "x-amz-date": moment,
+        }
+        if self._token:
+            headers["x-amz-security-token"] = self._token
+        names = ";".join(sorted(headers))
+        listed = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
+        canonical = "\n".join((method, path, query, listed, names, body_hash))
+        scope = f"{moment[:8]}/{self._region}/s3/aws4_request"
+        to_sign = "\n".join(
+            ("AWS4-HMAC-SHA256", moment, scope, hashlib.sha256(canonical.encode()).hexdigest())
+        )
+        key = f"AWS4{self._key}".encode()
+        for part in scope.split("/"):
+            key = hmac.digest(key, part.encode(), "sha256")
+        signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
+        credential = f"{self._key_id}/{scope}"
+        headers["authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={signature}"
+        )
+        return headers
+
+
+def usable_client(
+    options: Mapping[str, str],
+    bucket: str,
+    prefix: str,
+    *,
+    uri: str,
+    timeout_s: float,
+    clock: Clock | None = None,
+) -> S3Client | None:
+    """None where what the options and the environment say is OpenDAL's alone."""
+    environment = os.environ
+    region = (
+        options.get("region")
+        or environment.get("AWS_REGION")
+        or environment.get("AWS_DEFAULT_REGION")
+        or "us-east-1"
+    )
+    address = (
+        options.get("endpoint") or environment.get("AWS_ENDPOINT_URL") or f"https://s3.{region}.amazonaws.com"
+    )
+    endpoint = urlsplit(address if "://" in address else f"https://{address}")
+    if options.keys() & {"access_key_id", "secret_access_key"}:
+        key_id, key = options.get("access_key_id", ""), options.get("secret_access_key", "")
+        token = options.get("session_token", "")
+    else:
+        key_id = environment.get("AWS_ACCESS_KEY_ID", "")
+        key = environment.get("AWS_SECRET_ACCESS_KEY", "")
+        token = environment.get("AWS_SESSION_TOKEN", "")
+    goes_through_a_proxy = endpoint.scheme in getproxies() and not proxy_bypass(endpoint.hostname or "")
+    if not (key_id and key) or not options.keys() <= OPTIONS or goes_through_a_proxy:
+        return None
+    return S3Client(
+        endpoint,
+        bucket,
+        prefix,
+        uri=uri,
+        region=region,
+        key_id=key_id,
+        key=key,
+        token=token,
+        timeout_s=timeout_s,
+        clock=clock,
+    )
+
+
+def _text(tag: str, xml: str) -> str:
+    found = re.search(rf"<{tag}>([^<]*)</{tag}>", xml)
+    return unescape(found[1], {"&quot;": '"', "&apos;": "'", "&#34;": '"', "&#39;": "'"}) if found else ""
