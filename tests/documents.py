@@ -2,7 +2,7 @@
 
 A page's blocks run in order, in one directory that was empty:
 
-  - `sh` in bash, which ends at the first command that fails. What it exports, and `cd`, hold for later blocks.
+  - `sh` in bash, which ends at the first command that fails. What it exports, and `cd`, hold for the next.
   - `python` in one process a page: later blocks have the names of those before. What it left open is closed
     by its end.
   - `toml` is a configuration: it has to load, and stands in `lowwater.toml` for the blocks after it.
@@ -34,7 +34,9 @@ from lowwater.tiering.testing.s3_server import S3Server
 LANGUAGES = ("sh", "python", "toml", "text")
 MARKER = re.compile(r"<!-- (before|exit|not run)\b:?(.*?)-->", re.DOTALL)
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
-COMMAND = re.compile(r" *(\$ |lowwater |pip |make |export |spark-submit |python |import |from \w+ import )")
+COMMAND = re.compile(
+    r"^ *(\$ |lowwater |pip |make |export |spark-submit |python |import |from \w+ import )", re.MULTILINE
+)
 BUCKET = re.compile(r"\bs3://([a-z0-9][a-z0-9.-]*)")
 
 # Blocks come as lines of JSON. What they print goes where this process' output goes, and the answers apart.
@@ -120,7 +122,7 @@ def blocks_of(page: str, markdown: str) -> list[Block]:
                 raise BadPage(f"{page}:{number}: {block.language!r} is none of {', '.join(LANGUAGES)}")
             if block.language == "text" and (exit_code is not None or not_run is not None):
                 raise BadPage(f"{page}:{number}: a block of text has a marker, and is never run")
-            if block.language == "text" and (command := COMMAND.match(block.text)):
+            if block.language == "text" and (command := COMMAND.search(block.text)):
                 raise BadPage(f"{page}:{number}: {command[1]!r} begins a command, and this is text")
             block.exit_code, block.not_run = exit_code or 0, not_run
             found.append(block)

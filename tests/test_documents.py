@@ -11,6 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 BLOCKS = {page: blocks_of(page, markdown) for page, markdown in PAGES.items()}
 
+# What a page has to print, where that it ends well says too little.
+SHOWN = {
+    "docs/operating/log-tools.md": ["skipped 58 bytes after seq 3"],
+    "docs/operating/recovering.md": ["the segment does not end with its trailer", "footer built again"],
+    "docs/operating/spark.md": ["index 1 1"],
+}
+
 # Every block that no test runs, by its page and the reason that stands there.
 NOT_RUN = [
     ("docs/operating/spark.md", "no package index has Lowwater yet"),
@@ -38,7 +45,9 @@ def pages_to_run() -> list[object]:
 @pytest.mark.parametrize("page", pages_to_run())
 def test_every_block_of_a_page_runs_in_order(page: str, tmp_path: Path) -> None:
     """Readers copy before they read."""
-    run_page(BLOCKS[page], tmp_path)
+    printed = run_page(BLOCKS[page], tmp_path)
+    for shown in SHOWN.get(page, []):
+        assert shown in printed
 
 
 def test_blocks_that_are_not_run_are_few_and_known() -> None:
@@ -158,7 +167,7 @@ def test_an_exit_code_that_does_not_come_fails(tmp_path: Path) -> None:
     [
         ("```\nls\n```\n", "'' is none of"),
         ("```bash\nls\n```\n", "'bash' is none of"),
-        ("```text\nlowwater check data\n```\n", "begins a command"),
+        ("```text\nThen:\nlowwater check data\n```\n", "begins a command"),
         ("```sh\nls\n", "has no end"),
         ("Type this:\n\n    lowwater check data\n", "without a fence"),
         ("<!-- not run -->\n```sh\nls\n```\n", "says nothing"),
