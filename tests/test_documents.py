@@ -26,7 +26,7 @@ NOT_RUN = [
 NOT_RUN_MAX = 10
 
 # Of a page that is not slow. A command takes a third of a second, nearly all of it to start Python.
-COMMANDS_MAX = 5
+COMMANDS_MAX = 4
 
 
 def is_slow(blocks: list[Block]) -> bool:
