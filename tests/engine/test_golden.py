@@ -123,7 +123,7 @@ def test_the_worked_example_is_the_minimal_segment() -> None:
     data = (GOLDEN / path).read_bytes()
     assert make.with_example(text, data) == text, "run tests/golden/make.py"
     assert path in text
-    shown = text.partition("<!-- example")[2].partition("```\n")[2].partition("```")[0]
+    shown = text.partition("<!-- example")[2].partition("```text\n")[2].partition("```")[0]
     lines = [line for line in shown.splitlines() if not line.startswith(" ")]
     assert b"".join(bytes.fromhex(line[5:52]) for line in lines) == data
     offsets = [int(line[:3], 16) for line in lines]

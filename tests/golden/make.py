@@ -670,7 +670,7 @@ def with_example(text: str, data: bytes) -> str:
     start, end = "<!-- example: written by tests/golden/make.py -->\n", "<!-- end of example -->\n"
     before, _, rest = text.partition(start)
     _, _, after = rest.partition(end)
-    return f"{before}{start}\n```\n{example(data, text)}\n```\n\n{end}{after}"
+    return f"{before}{start}\n```text\n{example(data, text)}\n```\n\n{end}{after}"
 
 
 def main() -> None:
