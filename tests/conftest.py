@@ -21,7 +21,7 @@ settings.load_profile("lowwater")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `root` need rights that only root has; those marked `docker` need its engine: CI has one."""
+    """Some need rights that only root has, and some Docker's engine, which CI has to have."""
     skipped = {}
     if os.geteuid() != 0:
         skipped["root"] = "NOT TESTED: needs to run as root"
