@@ -1,4 +1,4 @@
-"""`make demo`: what is built so far, on the real parts, in under two minutes.
+"""`make demo`: what is built so far, on the real parts, in about a minute.
 
 A log whose writer is killed with SIGKILL has all that it acknowledged; two logs that got the same entries in
 different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses
@@ -145,7 +145,7 @@ class _Demo:
         self._same_entries_same_bytes()
         moments = self._comes_back_from_the_server()
         self._replays_in_spark(*moments)
-        self._console.print(self._claims, self._figures, WORDS, sep="\n")
+        self._console.print(WORDS, self._claims, self._figures, sep="\n")
         if self._fails:
             self._console.print("[red]demo failed: see the table.[/red]")
             return 1
@@ -202,7 +202,7 @@ class _Demo:
         holds = seqs == list(range(1, len(seqs) + 1)) and seqs[-1] >= acknowledged and sound
         self._claim(
             "a log whose writer was ended by kill -9 has all that it had acknowledged",
-            f"{acknowledged:,} entries acknowledged, {len(seqs):,} found",
+            f"{acknowledged:,} entries acknowledged, {len(seqs):,} found: those on their way too",
             holds,
             f"a killed writer lost none of {acknowledged:,} acknowledged entries",
         )
@@ -412,7 +412,7 @@ class _Demo:
             store.close()
             self._claim(
                 "all that was written is on the S3 server",
-                f"seq {last:,} was the last, seq {hwm:,} is there",
+                f"written up to seq {last:,}, shipped up to seq {hwm:,}",
                 status.error is None and hwm >= last,
             )
             self._figure("wait until the last of it was shipped", f"{shipped_s:.2f} s")
