@@ -58,8 +58,8 @@ def install(wanted: list[str], total: int) -> int:
         except subprocess.TimeoutExpired:
             seconds = time.monotonic() - began_s
             print(
-                f".venv: {seconds:.0f} s, {megabytes(fetched)} MB fetched for installing, "
-                f"{megabytes(VENV) - megabytes(fetched)} MB of about {total} installed",
+                f".venv: {seconds:.0f} s, {megabytes(fetched)} MB fetched and built so far, "
+                f"{sum(map(megabytes, {*VENV.iterdir()} - {fetched}))} MB of about {total} installed",
                 flush=True,
             )
         except BaseException:
