@@ -17,7 +17,7 @@ EVERY_S = 3
 # What is large in each, in megabytes as fetched, and how many of them are on the disk in the end.
 LARGE = {
     "demo": ("PySpark 455, pyarrow 55, a JRE 34, rclone 29, opendal 19, numpy 17, the rest 15", 1070),
-    "dev": ("atheris 40, matplotlib and what it needs 25, mypy 15, boto3 15, the rest 30", 1640),
+    "dev": ("atheris 40, matplotlib and what it needs 25, mypy 15, boto3 15, moto 6, the rest 30", 1640),
     "bench": ("rocksdict 20, slatedb 15, the rest 10", 1710),
 }
 # The package is there for interpreters that start after it was installed.
