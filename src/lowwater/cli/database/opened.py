@@ -22,15 +22,18 @@ from lowwater.tiering.open_store import open_store
 
 
 @contextmanager
-def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[Database]:
-    """The database in a directory, with the configuration that the command line was given."""
+def opened_to_write(
+    ctx: click.Context, path: str, *, create: bool = False, hint: str = "check the path"
+) -> Iterator[Database]:
+    """The database in a directory, with the configuration that the command line was given. `hint` is for
+    whom it is missing."""
     end_on_sigterm(ctx)
     try:
         db = lowwater.open(path, config=ctx.find_root().obj, create=create)
     except NotFound as error:
         if create:
             raise
-        raise NotFound("there is no database here", path=path, hint="check the path") from error
+        raise NotFound("there is no database here", path=path, hint=hint) from error
     with db:
         yield db
 
