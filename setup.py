@@ -1,11 +1,10 @@
 """What `pyproject.toml` cannot say yet: the compiled loops, without which everything works as well.
 
-A wheel without them is one for any platform, and says so. pip keeps what it has built of a source distribution,
-or of a repository at a full commit hash, under the address that it came from, and serves each wheel there whose
-tags fit. By its tag the compiled one comes first wherever both are, in that cache or in a folder of wheels, and
-neither takes the place of the other. No tag that fits has pip build again once there is a compiler: a wheel
-without loops is served as long as it is alone. `pip cache remove lowwater` ends that, and `lowwater --version`
-says so where loops are not compiled.
+A wheel without them is one for any platform, and says so. pip keeps what it has built of a source
+distribution, or of a repository at a full commit hash, under the address that it came from, and serves each
+wheel there whose tags fit. By its tag the compiled one comes first wherever both are, in that cache or in a
+folder of wheels, and neither takes the place of the other. No tag that fits has pip build again once there is
+a compiler: a wheel without loops is served as long as it is alone. `pip cache remove lowwater` ends that.
 """
 
 import os

@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lowwater.errors import InvalidConfig, NotFound
 from lowwater.spark.java import java_home
@@ -184,14 +184,18 @@ def _agree(running: SparkSession, master: str | None, remote: str | None) -> Non
 
 def _server_of(running: SparkSession) -> str | None:
     """The address of the server, which is None where it runs in this process."""
-    return None if "SPARK_LOCAL_REMOTE" in os.environ else str(running.client._builder.endpoint)
+    client: Any = running.client
+    return None if "SPARK_LOCAL_REMOTE" in os.environ else str(client._builder.endpoint)
 
 
 def _address(remote: str) -> str:
     """The address alone: what follows it may be a secret."""
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
-    return str(DefaultChannelBuilder(remote).endpoint) if remote.startswith("sc://") else remote  # type: ignore[attr-defined]
+    if not remote.startswith("sc://"):
+        return remote
+    builder: Any = DefaultChannelBuilder(remote)
+    return str(builder.endpoint)
 
 
 def _without_submitted(settings: Mapping[str, str], submitted: bool) -> dict[str, str]:

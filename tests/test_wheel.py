@@ -45,15 +45,21 @@ class Pip:
         shutil.rmtree(self.installed, ignore_errors=True)
         options = ("--no-index", "--no-deps", "--no-build-isolation", "--target", str(self.installed))
         self("install", *options, "--find-links", str(self.folder / "index"), source, compiler=compiler)
-        return bool(list(self.installed.glob("lowwater/engine/_fast*.so")))
+        code = "from lowwater.engine.fast import IS_COMPILED as yes, WHY_NOT_COMPILED as why; print(yes, why)"
+        environment = {**os.environ, "PYTHONPATH": str(self.installed)}
+        environment.pop("PURE_PYTHON", None)
+        said = run([sys.executable, "-c", code], cwd=self.folder, env=environment).strip()
+        assert said in ("True", "False it was built without a C compiler or Python's headers")
+        return said == "True"
 
     def cached(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "cache" / "wheels").rglob("*.whl"))
 
 
-def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture

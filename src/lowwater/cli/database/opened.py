@@ -20,20 +20,19 @@ from lowwater.errors import NotFound
 from lowwater.recovery.opening import open_to_read, with_origin
 from lowwater.tiering.open_store import open_store
 
+_MISSING = "check the path; `lowwater put --create` makes a database, and the bucket"
+
 
 @contextmanager
-def opened_to_write(
-    ctx: click.Context, path: str, *, create: bool = False, hint: str = "check the path"
-) -> Iterator[Database]:
-    """The database in a directory, with the configuration that the command line was given. `hint` is for
-    whom it is missing."""
+def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[Database]:
+    """The database in a directory, with the configuration that the command line was given."""
     end_on_sigterm(ctx)
     try:
         db = lowwater.open(path, config=ctx.find_root().obj, create=create)
     except NotFound as error:
         if create:
             raise
-        raise NotFound("there is no database here", path=path, hint=hint) from error
+        raise NotFound("there is no database here", path=path, hint=_MISSING) from error
     with db:
         yield db
 
