@@ -1,12 +1,18 @@
 """What the README shows must run as it stands."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import lowwater
+
 ROOT = Path(__file__).resolve().parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_the_readme_has_its_twenty_lines() -> None:
@@ -31,16 +37,48 @@ def test_the_lines_of_the_readme_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A newcomer copies them first of all."""
+    """A newcomer copies them first of all, and runs them again, with one more line or none."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {})
-    assert shown in (printed := capsys.readouterr().out)
-    assert hidden not in printed
+    for _ in range(2):
+        exec(compile(block, "README.md", "exec"), {})
+        assert shown in (printed := capsys.readouterr().out)
+        assert hidden not in printed
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_in_their_order_in_an_empty_directory(tmp_path: Path) -> None:
+    """What somebody types who goes down the page. Spark's has tests of its own."""
+    section = TEXT[TEXT.index("\n## The command line\n") : TEXT.index("\n## Configuration\n")]
+    lines = [line.strip() for line in section.splitlines() if line.startswith("    ")]
+    assert {"put", "get", "restore", "check"} <= {line.split()[1] for line in lines}
+    script = "\n".join(line for line in lines if not line.startswith("lowwater spark "))
+    done = subprocess.run(
+        ["sh", "-e"],
+        input=script.replace("s3://bucket/prefix", f"file://{tmp_path}/archive"),
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "copy.jpg").read_text() == "a photo\n"
+    assert "whole: nothing that was acknowledged is missing" in done.stdout
+
+
+def test_the_readme_says_how_far_it_is() -> None:
+    """Before anybody installs it: what it is for, its status, where it runs, and what is not there."""
+    head = TEXT[: TEXT.index("\n## Install")]
+    for named in ("It is for", "alpha", lowwater.__version__, "Linux", "CPython 3.11", "**not** here yet"):
+        assert named in head
+    for missing in ("delete_range", "stream", "refresh"):
+        assert not hasattr(lowwater.Database, missing), (
+            f"{missing} is here, and the README says that it is not"
+        )
 
 
 def test_files_that_the_readme_names_exist() -> None:
     """A dead link is the first thing that a visitor meets."""
-    text = (ROOT / "README.md").read_text()
-    names = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"`((?:engine|docs)/[\w./]+)`", text)
+    names = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(r"`((?:engine|docs)/[\w./]+)`", TEXT)
     missing = [name for name in names if not (ROOT / name).exists()]
     assert not missing

@@ -178,7 +178,9 @@ def test_a_remote_that_cannot_be_is_an_error_that_says_what_can(spark: SparkSess
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", [True, False], ids=["with the client", "without"])
-def test_without_its_client_or_an_address_spark_connect_is_one_error_with_a_hint(client: bool) -> None:
+def test_without_its_client_or_an_address_spark_connect_is_one_error_with_a_hint(
+    tmp_path: Path, client: bool
+) -> None:
     """The extra does not bring the client: whoever tries it first is told what to install."""
     code = """
 import sys
@@ -194,8 +196,10 @@ except LowwaterError as error:
     environment = {**os.environ, **({"PYTHONPATH": os.fspath(CLIENT)} if client else {})}
     if not client:
         code = code.replace("import sys", "import sys\nsys.modules['grpc'] = None")
+    script = tmp_path / "tried.py"  # PySpark takes `python -c` for one of its own tests
+    script.write_text(code)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
     )
     hint = "InvalidConfig it is sc://host:15002, or local[2]"
     assert done.stdout.strip() == (hint if client else f"NotFound pip install {start.CLIENT}")
