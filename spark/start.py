@@ -126,7 +126,7 @@ def _connected(remote: str, chosen: Mapping[str, str], app_name: str) -> SparkSe
         with _environment({**_surroundings(remote), **given}):
             return builder.getOrCreate()
     if not remote.startswith("sc://"):
-        raise InvalidConfig(f"remote is {remote}", hint="it is sc://host:15002, or local[2]")
+        raise InvalidConfig(f"{_shown(remote)} is no remote", hint="it is sc://host:15002, or local[2]")
     found = builder.getOrCreate()
     _change(found, {_PUSHDOWN: "true", **chosen})
     return found
@@ -176,7 +176,7 @@ def _agree(running: SparkSession, master: str | None, remote: str | None) -> Non
         wanted = remote and f"remote {_address(remote)}"
     else:
         now = f"master {running.sparkContext.master}"
-        wanted = remote and f"remote {remote}"
+        wanted = remote and f"remote {_shown(remote)}"
     wanted = wanted or (master and f"master {master}")
     if wanted and wanted != now:
         raise InvalidConfig(f"a session is running with {now}, not {wanted}", hint=_STOP)
@@ -188,12 +188,16 @@ def _server_of(running: SparkSession) -> str | None:
     return None if "SPARK_LOCAL_REMOTE" in os.environ else str(client._builder.endpoint)
 
 
+def _shown(remote: str) -> str:
+    """The parameters that follow may be secrets."""
+    return remote.partition(";")[0].removesuffix("/")
+
+
 def _address(remote: str) -> str:
-    """The address alone: what follows it may be a secret."""
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
     if not remote.startswith("sc://"):
-        return remote
+        return _shown(remote)
     builder: Any = DefaultChannelBuilder(remote)
     return str(builder.endpoint)
 

@@ -27,7 +27,7 @@ class Pip:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.installed = folder / "installed"
-        clone = folder / "clone"
+        clone = folder / "lowwater-main"
         leave_out = shutil.ignore_patterns(
             ".*", "build", "*.egg-info", "*.so", "__pycache__", "tests", "bench"
         )
@@ -95,7 +95,7 @@ def test_a_wheel_without_loops_is_for_any_platform_and_pip_has_a_compiled_one_be
 
 def test_a_folder_is_built_each_time_whatever_there_was(pip: Pip) -> None:
     """So installing from a clone takes the compiler that came after the first try."""
-    clone = str(pip.folder / "clone")
+    clone = str(pip.folder / "lowwater-main")
     assert not pip.install(compiler=False, source=clone)
     assert pip.install(compiler=True, source=clone)
 
