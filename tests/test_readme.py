@@ -1,12 +1,10 @@
 """What the README shows must run as it stands."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.documents import blocks_of, run_page
 
 import lowwater
 
@@ -46,24 +44,14 @@ def test_the_lines_of_the_readme_run(
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_in_their_order_in_an_empty_directory(tmp_path: Path) -> None:
-    """What somebody types who goes down the page. Spark's has tests of its own."""
-    section = TEXT[TEXT.index("\n## The command line\n") : TEXT.index("\n## Configuration\n")]
-    lines = [line.strip() for line in section.splitlines() if line.startswith("    ")]
-    assert {"put", "get", "restore", "check"} <= {line.split()[1] for line in lines}
-    script = "\n".join(line for line in lines if not line.startswith("lowwater spark "))
-    done = subprocess.run(
-        ["sh", "-e"],
-        input=script.replace("s3://bucket/prefix", f"file://{tmp_path}/archive"),
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "copy.jpg").read_text() == "a photo\n"
-    assert "whole: nothing that was acknowledged is missing" in done.stdout
+def test_everything_that_the_readme_shows_runs_in_its_order(tmp_path: Path) -> None:
+    """As somebody types it who goes down the page."""
+    blocks = blocks_of("README.md", TEXT)
+    assert [block.not_run for block in blocks if block.not_run] == [
+        "it is for a clone, and the tests are in one that is installed"
+    ]
+    printed = run_page(blocks, tmp_path)
+    assert "whole: nothing that was acknowledged is missing" in printed
 
 
 def test_the_readme_says_how_far_it_is() -> None:
