@@ -29,14 +29,16 @@ NOT_RUN_MAX = 10
 COMMANDS_MAX = 4
 
 
-def is_slow(blocks: list[Block]) -> bool:
+def marks_of(blocks: list[Block]) -> list[pytest.MarkDecorator]:
     run = "".join(block.text for block in blocks if block.is_run)
-    return "spark" in run or run.count("lowwater ") > COMMANDS_MAX
+    if "spark" in run:
+        return [pytest.mark.long]
+    return [pytest.mark.slow] if run.count("lowwater ") > COMMANDS_MAX else []
 
 
 def pages_to_run() -> list[object]:
     return [
-        pytest.param(page, marks=[pytest.mark.slow] if is_slow(blocks) else [], id=page)
+        pytest.param(page, marks=marks_of(blocks), id=page)
         for page, blocks in BLOCKS.items()
         if any(block.is_run for block in blocks)
     ]

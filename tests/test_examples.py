@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_history_of_a_shop_tells_what_the_bad_deploy_did(tmp_path: Path) -> None:
     """It set half of the prices to zero and deleted ten: all three questions have to show that."""
     done = subprocess.run(

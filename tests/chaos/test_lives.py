@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from tests.chaos.lives import ACTIONS, live
-from tests.shares import shares
 
 from lowwater.engine import core
 from lowwater.engine.core import Core
@@ -42,8 +41,8 @@ def test_a_few_lives_lose_nothing() -> None:
     run(range(3), 50)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", shares(CHUNKS))
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_many_lives_lose_nothing(chunk: int) -> None:
     """Invariants after every action, promises at every restore; and all that can happen did."""
     seen = run(range(chunk, SEEDS, CHUNKS))

@@ -308,7 +308,7 @@ def test_a_jvm_that_is_killed_while_it_is_asked_is_the_same_error(folder: str, t
     assert done.stderr.count("\n") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
 )

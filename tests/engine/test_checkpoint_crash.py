@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 from tests.engine.engine_model import Driver, Machine, small_limits
 from tests.engine.test_engine_crash import LOSSES, on_failure, reach_failure_point
-from tests.shares import shares
 
 from lowwater.chaos.disk import Fault, Operation, SimulatedCrash
 from lowwater.engine.log import LogOptions
@@ -119,8 +118,8 @@ def crash_and_finish(number: int, *, after: bool, loss: int) -> None:
         driver.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", shares(CHUNKS))
+@pytest.mark.long
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_crash_at_any_operation_leaves_a_whole_checkpoint_or_none(chunk: int) -> None:
     """And the next life makes the one that was asked for, with the same bytes."""
     for number in range(1 + chunk, undisturbed()[0] + 1, CHUNKS):

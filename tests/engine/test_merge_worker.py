@@ -369,7 +369,7 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
         assert below() <= before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_opening_and_closing_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     """Two hundred times; each of the lives has had a worker."""
     me, before = psutil.Process(), below()

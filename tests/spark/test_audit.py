@@ -80,6 +80,7 @@ def test_progress_and_what_was_read_are_told(
     assert all(told[-1][1:] == (count, count) for count in [told[-1][2]])
 
 
+@pytest.mark.long
 def test_every_object_that_is_gone_is_found_in_the_words_of_a_scrub(
     spark: SparkSession, archive: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def check_gone(spark: SparkSession, archive: dict[str, bytes], names: list[str],
         path.write_bytes(archive[name])
 
 
+@pytest.mark.long
 def test_flipped_bytes_in_twenty_objects_of_every_type_are_found(
     spark: SparkSession, large_archive: dict[str, bytes], tmp_path: Path
 ) -> None:

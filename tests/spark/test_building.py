@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.recovery.shipped import Place
+from tests.shares import shares
 from tests.spark.archives import archive_of
 from tests.spark.fed import BUCKETS, Fed, random_archive
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(int(os.environ.get("SPARK_ARCHIVES", "3")))
+SEEDS = int(os.environ.get("SPARK_ARCHIVES", "3"))
 PART_BYTES = 16_384
 
 
@@ -60,7 +61,7 @@ def lose(folder: Path, fed: Fed, seq: int) -> int:
     return len(own)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", shares(SEEDS))
 def test_what_is_built_is_what_the_engine_shipped_byte_by_byte(
     spark: SparkSession, tmp_path: Path, seed: int
 ) -> None:
@@ -87,12 +88,12 @@ def test_what_is_built_is_what_the_engine_shipped_byte_by_byte(
     fed.close()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", shares(SEEDS))
 def test_roots_as_of_any_seq_are_the_engines(spark: SparkSession, tmp_path: Path, seed: int) -> None:
     made = archive_of(tmp_path / "archive", seed)
     hwm = plan.pin(made.uri).hwm
     answers = [answer for answer in made.answers if answer.seq <= hwm]
-    count = 10 if len(SEEDS) > 3 else 3
+    count = 10 if SEEDS > 3 else 3
     for number, answer in enumerate(answers[:: max(1, len(answers) // count)]):
         found = root_as_of(spark, made.uri, answer.seq, from_segments=bool(number % 2), part_bytes=PART_BYTES)
         assert found == answer.root, answer.seq

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.shares import shares
 from tests.spark.archives import RandomArchive, archive_of
 from tests.spark.fed import Fed, random_archive
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(int(os.environ.get("SPARK_ARCHIVES", "3")))
-SEQS = 10 if len(SEEDS) > 3 else 4
+SEEDS = int(os.environ.get("SPARK_ARCHIVES", "3"))
+SEQS = 10 if SEEDS > 3 else 4
 PART_BYTES = 16_384
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -50,7 +51,7 @@ def answers_of(made: RandomArchive) -> list[Any]:
     return found[:: max(1, len(found) // SEQS)]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", shares(SEEDS))
 def test_states_versions_and_changes_are_the_engines(
     spark: SparkSession, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def test_two_hundred_flipped_bytes_are_found_by_whole_scrubs() -> None:
     holds_every_flip(whole_archive().data, seed=2, count=200)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_archive_whose_catalogue_has_a_real_chunk_is_scrubbed() -> None:
     """More segments than one chunk of 1,024 takes; removals and flips in it."""
     archive = made(1100).data

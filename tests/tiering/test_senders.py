@@ -48,7 +48,7 @@ def moto_server() -> Iterator[MotoServer]:
         yield server
 
 
-@pytest.fixture(params=["rclone", "moto"])
+@pytest.fixture(params=["rclone", pytest.param("moto", marks=pytest.mark.long)])
 def server(request: pytest.FixtureRequest, s3_server: S3Server) -> Server:
     return s3_server if request.param == "rclone" else request.getfixturevalue("moto_server")
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 from tests.engine.engine_model import small_limits
-from tests.shares import shares
 from tests.tiering.tiered_model import run_by_chance
 
 # `TIERED_STEPS=160000 pytest tests/tiering/test_tiered_model.py` goes on for some minutes.
@@ -41,9 +40,9 @@ def test_a_database_that_ships_answers_as_its_model_does() -> None:
     run_all(range(3), 200)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("chunk", shares(CHUNKS))
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_calls_by_chance_are_answered_as_without_a_store(chunk: int) -> None:
     """Everything that an engine's model knows, unchanged; the root is looked at whenever something leaves."""
     seen = run_all(range(1000 + chunk, 1000 + max(CHUNKS, STEPS // STEPS_EACH), CHUNKS), STEPS_EACH)
