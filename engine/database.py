@@ -30,7 +30,7 @@ from lowwater.engine.fast import IS_COMPILED
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
 from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
-from lowwater.engine.log import Log, Seams
+from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
 from lowwater.engine.moments import duration_us
 from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
@@ -550,8 +550,10 @@ class Database(Reading):
             )
             return None
 
-    def begin_upkeep(self) -> None:
-        """Before anything else is written."""
+    def begin_upkeep(self, options: LogOptions) -> None:
+        """Before anything else is written: have the log say what somebody has asked for."""
+        if (change := wanted_settings(self._wal.chain, options)) is not None:
+            self.propose_control(change)
         self._upkeep.begin()
 
     def close(self) -> None:

@@ -208,6 +208,51 @@ def test_a_name_of_a_region_is_no_region(tmp_path: Path) -> None:
     assert not (tmp_path / "db").exists()
 
 
+def kinds_in(db: Any) -> list[str]:
+    return [entry.kind for entry in db.log() if entry.kind in ("settings", "put")]
+
+
+def test_settings_of_a_log_that_are_written_out_become_one_entry(tmp_path: Path) -> None:
+    """They were fixed when it was made, and later ignored in silence. What nobody has written changes
+    nothing, or a program without its file would change a log back."""
+    path, changed = tmp_path / "db", {"wal": {"compression": "none", "rotate_max_bytes": "64 KiB"}}
+    with lowwater.open(path) as db:
+        db.create_bucket("b")
+        db.put("b", "before", bytes(100_000))
+    with lowwater.open(path, config=changed) as db:
+        assert kinds_in(db) == ["put", "settings"]
+        for number in range(3):
+            db.put("b", f"{number}", bytes(70_000))
+    for config in (changed, None, {"wal": {"compression": "none"}}, {"wal": {"sync_mode": "none"}}):
+        with lowwater.open(path, config=config) as db:
+            assert kinds_in(db) == ["put", "settings", *["put"] * 3]
+            assert list(db.check()) == []
+    # Each put has filled a segment, as the new size has it.
+    assert len(list((path / "wal").glob("segment-*.log"))) == 4
+    with lowwater.open(path, config={"wal": {"compression": "zstd"}}) as db:
+        assert kinds_in(db)[-1] == "settings"
+        assert db.get("b", "before").value == bytes(100_000)
+
+
+def test_settings_of_a_log_that_is_fed_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An entry that only one replica has would be the end of it."""
+    with lowwater.Engine(tmp_path / "fed") as engine:
+        engine.apply_log_entry(1, lowwater.Create(bytes(16), bytes(16)))
+        engine.apply_log_entry(2, lowwater.CreateBucket("b"))
+    with lowwater.Engine(tmp_path / "fed", config={"wal": {"compression": "none"}}) as engine:
+        assert engine.marks().applied == 2
+    assert "not used" in caplog.text
+
+
+def test_settings_of_a_log_alone_become_an_entry_too(tmp_path: Path) -> None:
+    """`Log.open` by itself, as the database."""
+    lowwater.Log.open(tmp_path / "log").close()
+    for _ in range(2):
+        with lowwater.Log.open(tmp_path / "log", config={"wal": {"rotate_max_bytes": "1 MiB"}}) as log:
+            assert [entry.kind for entry in log.read()] == ["create", "settings"]
+            assert log.chain.settings.segment_bytes == MIB
+
+
 def test_two_spellings_with_one_value_are_accepted_and_with_two_refused() -> None:
     """Neither of two values may win by chance."""
     assert Config.load({"wal": {"sync_mode": "none", "wal_sync_mode": "none"}}).wal.sync_mode == "none"

@@ -412,8 +412,8 @@ def _late(
             raise StoreUnavailable(
                 f"the folder is away: {error.message}",
                 path=place.uri,
-                hint="mount it, and shipping goes on by itself, or correct the path; make the folder where an "
-                "archive is to begin anew",
+                hint="mount it, and shipping goes on by itself, or correct the path; make the folder where "
+                "an archive is to begin anew",
             ) from error
 
     return LateStore(place.uri, open_it, makes=makes)

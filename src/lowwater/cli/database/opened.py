@@ -58,8 +58,19 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
         with lowwater.Engine(path, config=ctx.find_root().obj) as engine:
             yield engine
     else:
-        with opened_to_write(ctx, path) as db:
+        end_on_sigterm(ctx)
+        with lowwater.open(
+            path, config=_without_settings(Config.load(ctx.find_root().obj)), create=False
+        ) as db:
             yield db
+
+
+def _without_settings(config: Config) -> Config:
+    """Who only reads changes no setting of a log."""
+    given = config.model_dump(exclude_unset=True)
+    for key in ("rotate_max_bytes", "compression"):
+        given.get("wal", {}).pop(key, None)
+    return Config.load(Config(**given))
 
 
 def log_directory(ctx: click.Context, path: str) -> str:
