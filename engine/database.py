@@ -174,7 +174,8 @@ class Database(Reading):
     ) -> int:
         ticket = self._queue(encode, keys, timeout_s, decide, may_use_reserve=may_use_reserve, puts=puts)
         try:
-            return int(self._wal.wait(ticket))
+            # What the log itself needs joins nobody, and holds up nobody.
+            return int(self._wal.wait(ticket, urgent=may_use_reserve))
         except LowwaterError as error:
             self._fail(error)
             raise

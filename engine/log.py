@@ -101,6 +101,7 @@ class LogOptions(WalOptions):
             ring_frames_max=config.cache_messages_max,
             entry_bytes_max=config.entry_bytes_max,
             sync_interval_ms=config.fsync_interval_ms,
+            gather_ms=config.fsync_interval_ms,
             segment_bytes=config.rotate_max_bytes,
             compression=config.compression,
             segment_age_max_s=config.rotate_max_seconds,
@@ -182,14 +183,15 @@ class Log:
         if wal.chain.is_empty:
             try:
                 if create:
-                    log.append(log._new_create_entry() if isinstance(create, bool) else create)
+                    first = log._new_create_entry() if isinstance(create, bool) else create
+                    wal.append(log._build([first]), urgent=True)
             except BaseException:
                 log.close()
                 raise
         elif config is not None and read_owner(seams.files, path) is None:
             try:
                 if (change := wanted_settings(wal.chain, options)) is not None:
-                    log.append(change)
+                    wal.append(log._build([change]), urgent=True)
             except BaseException:
                 log.close()
                 raise
