@@ -181,7 +181,8 @@ class Core:
         self._before_close: list[Callable[[], None]] = []
         self.space = Space(
             seams.files,
-            [log.directory],
+            log_directory=log.directory,
+            data_directory=checkpoints.data_directory,
             reserve_bytes=options.disk_reserve_bytes,
             clock=seams.clock,
             written=lambda: log.wal.ordered_bytes,
