@@ -104,6 +104,8 @@ class EngineOptions:
     versions: VersionPolicy = KEEP_AS_IT_IS
     # What is kept back of the disk; 0 to write until it is full, and the log is poisoned.
     disk_reserve_bytes: int = 64 * 2**20
+    # How long a transaction may be open before it is aborted; None for as long as somebody has it.
+    transaction_age_max_s: float | None = 3600.0
     # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
     checkpoint_entry_interval_s: float | None = None
     checkpoint_entry_bytes: int | None = None

@@ -32,6 +32,7 @@ from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
 from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
 from lowwater.engine.moments import duration_us
+from lowwater.engine.open_transactions import OpenTransactions
 from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, cut_puts, frames_of, places_of
@@ -96,10 +97,12 @@ class Database(Reading):
         )
         self._locks = LockManager(seams.clock)
         self._transactions = itertools.count(1)
+        self._open_transactions = OpenTransactions(self)
         try:
             self.aborted = abort_losers(self)
         except BaseException:
             self._task.stop()
+            self._open_transactions.stop()
             self._end_merger()
             raise
         self._upkeep = Upkeep(
@@ -560,6 +563,7 @@ class Database(Reading):
     def close(self) -> None:
         """Bring everything into pages and let the directory go."""
         self._upkeep_task.stop()
+        self._open_transactions.stop()
         super().close()
 
     # ------------------------------------------------------------------ checkpoints

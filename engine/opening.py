@@ -93,6 +93,7 @@ def configured(
             checkpoint_entry_interval_s=loaded.engine.checkpoint_entry_interval_s,
             checkpoint_entry_bytes=loaded.engine.checkpoint_entry_bytes,
             checkpoint_entry_age_max_s=loaded.engine.checkpoint_entry_age_max_s,
+            transaction_age_max_s=loaded.engine.transaction_age_max_s,
             disk_reserve_bytes=loaded.engine.disk_reserve_bytes,
         ),
         os.fspath(loaded.wal.dir) if loaded.wal.dir is not None else None,

@@ -186,6 +186,7 @@ class EngineConfig(BaseModel):
     checkpoint_entry_interval_s: OptionalSeconds = Field(default=None, gt=0)
     checkpoint_entry_age_max_s: OptionalSeconds = Field(default=None, gt=0)
     checkpoint_entry_bytes: OptionalByteSize = Field(default=None, ge=MIB)
+    transaction_age_max_s: OptionalSeconds = Field(default=3600.0, gt=0)
     merge_worker: bool = True
     disk_reserve_bytes: ByteSize = 64 * MIB
 
