@@ -84,6 +84,8 @@ ATTACHED_AFTER_S = 1.0
 PLACES_MAX = 4096
 # How often the length of the log is looked at, where checkpoint entries go by it.
 LOOK_AFTER_S = 1.0
+# Less of the log than this is little: where an age is set, a checkpoint of it waits for that.
+LITTLE_BYTES = 2**20
 # A caller that does the background's work lets others run so often, and so long: as long as it takes to wake.
 PAUSE_EVERY_S = 0.0005
 PAUSE_S = 0.00005
@@ -102,9 +104,13 @@ class EngineOptions:
     versions: VersionPolicy = KEEP_AS_IT_IS
     # What is kept back of the disk; 0 to write until it is full, and the log is poisoned.
     disk_reserve_bytes: int = 64 * 2**20
+    # How long a transaction may be open before it is aborted; None for as long as somebody has it.
+    transaction_age_max_s: float | None = 3600.0
     # When the engine itself has a checkpoint entry ordered: after so long, or so many bytes of log.
     checkpoint_entry_interval_s: float | None = None
     checkpoint_entry_bytes: int | None = None
+    # With it, the interval is for logs that have grown by more than a little; the others wait for this age.
+    checkpoint_entry_age_max_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 2**20 <= self.pool_bytes_max <= 2**44:
@@ -177,7 +183,8 @@ class Core:
         self._before_close: list[Callable[[], None]] = []
         self.space = Space(
             seams.files,
-            [log.directory],
+            log_directory=log.directory,
+            data_directory=checkpoints.data_directory,
             reserve_bytes=options.disk_reserve_bytes,
             clock=seams.clock,
             written=lambda: log.wal.ordered_bytes,
@@ -364,13 +371,18 @@ class Core:
         """Have a checkpoint entry ordered where it is time. How long until it may be."""
         options = self.options
         interval_s, size_max = options.checkpoint_entry_interval_s, options.checkpoint_entry_bytes
-        if interval_s is None and size_max is None:
+        age_max_s = options.checkpoint_entry_age_max_s
+        if interval_s is None and size_max is None and age_max_s is None:
             return None
         now_s, size = self._now_s(), self._log_bytes()
-        wait_s = LOOK_AFTER_S if interval_s is None else self._entry_at_s + interval_s - now_s
-        is_full = size_max is not None and size - self._entry_at_bytes >= size_max
+        grown_bytes = size - self._entry_at_bytes
+        is_little = age_max_s is not None and grown_bytes < LITTLE_BYTES
+        after_s = age_max_s if is_little or interval_s is None else interval_s
+        wait_s = LOOK_AFTER_S if after_s is None else self._entry_at_s + after_s - now_s
+        is_full = size_max is not None and grown_bytes >= size_max
         if wait_s > 0 and not is_full:
-            return wait_s if size_max is None else min(wait_s, LOOK_AFTER_S)
+            goes_by_size = size_max is not None or (is_little and interval_s is not None)
+            return min(wait_s, LOOK_AFTER_S) if goes_by_size else wait_s
         self._entry_at_s, self._entry_at_bytes = now_s, size
         if self._has_news:
             self._want_checkpoint_entry()

@@ -30,8 +30,9 @@ from lowwater.engine.fast import IS_COMPILED
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
 from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
-from lowwater.engine.log import Log, Seams
+from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
 from lowwater.engine.moments import duration_us
+from lowwater.engine.open_transactions import OpenTransactions
 from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, cut_puts, frames_of, places_of
@@ -96,10 +97,12 @@ class Database(Reading):
         )
         self._locks = LockManager(seams.clock)
         self._transactions = itertools.count(1)
+        self._open_transactions = OpenTransactions(self)
         try:
             self.aborted = abort_losers(self)
         except BaseException:
             self._task.stop()
+            self._open_transactions.stop()
             self._end_merger()
             raise
         self._upkeep = Upkeep(
@@ -174,7 +177,8 @@ class Database(Reading):
     ) -> int:
         ticket = self._queue(encode, keys, timeout_s, decide, may_use_reserve=may_use_reserve, puts=puts)
         try:
-            return int(self._wal.wait(ticket))
+            # What the log itself needs joins nobody, and holds up nobody.
+            return int(self._wal.wait(ticket, urgent=may_use_reserve))
         except LowwaterError as error:
             self._fail(error)
             raise
@@ -550,13 +554,16 @@ class Database(Reading):
             )
             return None
 
-    def begin_upkeep(self) -> None:
-        """Before anything else is written."""
+    def begin_upkeep(self, options: LogOptions) -> None:
+        """Before anything else is written: have the log say what somebody has asked for."""
+        if (change := wanted_settings(self._wal.chain, options)) is not None:
+            self.propose_control(change)
         self._upkeep.begin()
 
     def close(self) -> None:
         """Bring everything into pages and let the directory go."""
         self._upkeep_task.stop()
+        self._open_transactions.stop()
         super().close()
 
     # ------------------------------------------------------------------ checkpoints

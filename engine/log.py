@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, Creation, LogSettings, create_entry, seal_entry, update_settings
+from lowwater.engine.chain import (
+    Chain,
+    Creation,
+    LogSettings,
+    create_entry,
+    seal_entry,
+    settings_entry,
+    update_settings,
+)
 from lowwater.engine.check import Finding, check_directory_steps, require_log
 from lowwater.engine.directory import local_path
-from lowwater.engine.entries import Entry, Writable, check_payload
+from lowwater.engine.entries import Control, Entry, Writable, check_payload
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.moments import time_us_of
+from lowwater.engine.ownership import read_owner
 from lowwater.engine.reader import ColdSource, entries_of, read_chunks, seq_before_time
 from lowwater.engine.real import RealClock, RealFiles, RealRandomness, ThreadRunner
 from lowwater.engine.ring import Chunk
@@ -54,7 +63,8 @@ Start = Literal["earliest", "latest"] | int | datetime
 class LogOptions(WalOptions):
     """How this process writes, and how a log that it creates is cut.
 
-    The settings of an existing log are in its entries; these are used for a new one only.
+    The settings of an existing log are in its entries; these are used for a new one only, but for those in
+    `wanted`: what somebody has asked for becomes an entry, where the log has something else.
     """
 
     segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
@@ -62,6 +72,7 @@ class LogOptions(WalOptions):
     compression: Literal["none", "zstd"] = "zstd"
     # Seal what is older than this, so that it can be shipped; None leaves it to the size.
     segment_age_max_s: float | None = None
+    wanted: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         WalOptions.__post_init__(self)
@@ -76,7 +87,13 @@ class LogOptions(WalOptions):
 
     @classmethod
     def from_config(cls, config: WalConfig) -> LogOptions:
+        names = {"rotate_max_bytes": "segment_bytes", "compression": "compression"}
+        values = {
+            "segment_bytes": config.rotate_max_bytes,
+            "compression": format.Compression[config.compression.upper()].value,
+        }
         return cls(
+            wanted={names[key]: values[names[key]] for key in names if key in config.model_fields_set},
             sync_mode=config.sync_mode,
             batch_bytes_max=config.fsync_max_batch_bytes,
             queue_bytes_max=config.queue_bytes_max,
@@ -84,6 +101,7 @@ class LogOptions(WalOptions):
             ring_frames_max=config.cache_messages_max,
             entry_bytes_max=config.entry_bytes_max,
             sync_interval_ms=config.fsync_interval_ms,
+            gather_ms=config.fsync_interval_ms,
             segment_bytes=config.rotate_max_bytes,
             compression=config.compression,
             segment_age_max_s=config.rotate_max_seconds,
@@ -165,17 +183,18 @@ class Log:
         if wal.chain.is_empty:
             try:
                 if create:
-                    log.append(log._new_create_entry() if isinstance(create, bool) else create)
+                    first = log._new_create_entry() if isinstance(create, bool) else create
+                    wal.append(log._build([first]), urgent=True)
             except BaseException:
                 log.close()
                 raise
-        elif wal.chain.settings.segment_bytes != options.segment_bytes:
-            _logger.info(
-                "the size of segments is in the log, the configured one is not used",
-                path=path,
-                used=wal.chain.settings.segment_bytes,
-                configured=options.segment_bytes,
-            )
+        elif config is not None and read_owner(seams.files, path) is None:
+            try:
+                if (change := wanted_settings(wal.chain, options)) is not None:
+                    wal.append(log._build([change]), urgent=True)
+            except BaseException:
+                log.close()
+                raise
         if wal.torn_bytes:
             _logger.warning("removed a write that a crash had torn", path=path, bytes=wal.torn_bytes)
         return log
@@ -495,6 +514,14 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def wanted_settings(chain: Chain, options: LogOptions) -> Control | None:
+    """The entry that gives a log the settings that were asked for; None where it has them."""
+    changes = {
+        name: value for name, value in options.wanted.items() if getattr(chain.settings, name) != value
+    }
+    return settings_entry(changes) if changes else None
 
 
 def _load(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:

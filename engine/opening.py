@@ -18,16 +18,19 @@ from lowwater.engine.core import ColdOf
 from lowwater.engine.database import Database, EngineOptions, open_database
 from lowwater.engine.directory import LOG_DIRECTORY, local_path
 from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
 from lowwater.engine.origin import require_restored
 from lowwater.engine.ownership import Owner, claim, require_owner
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
 from lowwater.engine.upkeep import VersionPolicy
+from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
     from lowwater.config import Config
+
+_logger = get_logger("engine")
 
 T = TypeVar("T")
 
@@ -89,6 +92,8 @@ def configured(
             ),
             checkpoint_entry_interval_s=loaded.engine.checkpoint_entry_interval_s,
             checkpoint_entry_bytes=loaded.engine.checkpoint_entry_bytes,
+            checkpoint_entry_age_max_s=loaded.engine.checkpoint_entry_age_max_s,
+            transaction_age_max_s=loaded.engine.transaction_age_max_s,
             disk_reserve_bytes=loaded.engine.disk_reserve_bytes,
         ),
         os.fspath(loaded.wal.dir) if loaded.wal.dir is not None else None,
@@ -137,7 +142,7 @@ def open_with(
         owner="embedded",
     )
     try:
-        database.begin_upkeep()
+        database.begin_upkeep(wanted)
         if wanted.segment_age_max_s is not None:
             database.seal_by_age(wanted.segment_age_max_s)
     except BaseException:
@@ -173,6 +178,8 @@ def open_parts(
     )
     try:
         claim(seams.files, log_directory, owner)
+        if owner == "fed" and not log.chain.is_empty:
+            _tell_of_unused(log, log_options)
         if store is None:
             store = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}")
         try:
@@ -183,3 +190,14 @@ def open_parts(
     except BaseException:
         log.close()
         raise
+
+
+def _tell_of_unused(log: Log, options: LogOptions | None) -> None:
+    """Who is fed changes no setting: an entry that nobody has ordered would be in no other replica."""
+    change = None if options is None else wanted_settings(log.chain, options)
+    if change is not None:
+        _logger.warning(
+            "a log that is fed keeps its settings, the configured ones are not used",
+            path=log.directory,
+            configured=change.body,
+        )

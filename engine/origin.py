@@ -10,6 +10,7 @@ store only those that say where it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,14 +19,16 @@ import cbor2
 from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.checksum import crc32
-from lowwater.engine.directory import typed_errors
+from lowwater.engine.directory import LOG_DIRECTORY, read_names, typed_errors
 from lowwater.engine.seams import Files, write_all
 from lowwater.errors import Corrupt, NewerVersion, NotFound
 
 RESTORING = "restoring"
 ORIGIN = "origin"
 TEMPORARY = "origin.tmp"
-VERSION = 1
+VERSION = 2
+# What older ones read too: all but a log that stands elsewhere.
+VERSION_WITHIN = 1
 
 _MAGIC = b"LWORIG\r\n"
 _BYTES_MAX = 2**20
@@ -58,6 +61,8 @@ class Origin(NamedTuple):
     ships_options: Mapping[str, str] = {}
     is_whole: bool = False
     """Whether every page was brought here once."""
+    log_directory: str = ""
+    """Where the log was put; empty where it is in the directory."""
 
     @property
     def is_clone(self) -> bool:
@@ -69,12 +74,15 @@ class Origin(NamedTuple):
         return mine == others
 
     def encode(self) -> bytes:
+        fields = self._asdict()
+        if not self.log_directory:
+            del fields["log_directory"]
         body: bytes = cbor2.dumps(
             {
-                **self._asdict(),
+                **fields,
                 "options": dict(self.options),
                 "ships_options": dict(self.ships_options),
-                "version": VERSION,
+                "version": VERSION if self.log_directory else VERSION_WITHIN,
             },
             canonical=True,
         )
@@ -112,6 +120,35 @@ def read_origin(files: Files, directory: str, name: str = ORIGIN) -> Origin | No
             return decode_origin(file.read_at(0, _BYTES_MAX))
         finally:
             file.close()
+
+
+def log_directory_of(files: Files, directory: str, configured: str | os.PathLike[str] | None) -> str:
+    """Where the log of a database is: where the configuration says, or where a restore has put it, or in the
+    directory. Raises NotFound where the first two do not agree, and there is no log where the first says."""
+    origin = read_origin(files, directory)
+    recorded = "" if origin is None else origin.log_directory
+    within = f"{directory}/{LOG_DIRECTORY}"
+    if configured is None:
+        return recorded or within
+    path = os.fspath(configured)
+    if origin is None or _has_log(files, path):
+        return path
+    if recorded:
+        raise NotFound(
+            "the log of this directory is not where the configuration says",
+            path=path,
+            hint=f"it was restored into {recorded}: set wal.dir to where it is now",
+        )
+    return within  # as it was restored, without such a configuration
+
+
+def _has_log(files: Files, directory: str) -> bool:
+    with typed_errors(directory, "look for the log"):
+        try:
+            names = read_names(files, directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return names.has_current or bool(names.numbered)
 
 
 def write_origin(files: Files, directory: str, name: str, origin: Origin) -> None:

@@ -1,5 +1,8 @@
 """Room on the disk: writes are refused while there is still some, so that nothing ever fails for want of it.
 
+The log may lie on one file system, and pages, checkpoints and the cache on another. The one that has less
+left decides.
+
 Always true:
   - what is kept back is for what must go on: recovery, the pages of changes that are in memory, checkpoints,
     and the control entries without which nothing could be shipped and purged;
@@ -10,7 +13,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.seams import Clock, Files
@@ -32,8 +35,9 @@ class Space:
     def __init__(
         self,
         files: Files,
-        directories: Sequence[str],
         *,
+        log_directory: str,
+        data_directory: str,
         reserve_bytes: int,
         clock: Clock,
         written: Callable[[], int],
@@ -41,7 +45,8 @@ class Space:
         on_full: Callable[[], None],
     ) -> None:
         self._files = files
-        self._directories = directories
+        self._log_directory = log_directory
+        self._data_directory = data_directory
         self._reserve_bytes = reserve_bytes
         self._clock = clock
         self._written = written
@@ -52,8 +57,14 @@ class Space:
 
     def left_bytes(self) -> int:
         """What may be written before writes are refused; below 0, what is missing until they go on."""
-        room = min(self._room(directory) for directory in self._directories)
-        return room - self._reserve_bytes - self._owed()
+        return self._tightest()[0]
+
+    def _tightest(self) -> tuple[int, str]:
+        """What is left where least is left, and where that is. Both on one file system make it the pages',
+        which are still to be written."""
+        log_bytes = self._room(self._log_directory) - self._reserve_bytes
+        data_bytes = self._room(self._data_directory) - self._reserve_bytes - self._owed()
+        return min((data_bytes, self._data_directory), (log_bytes, self._log_directory))
 
     def _room(self, directory: str) -> int:
         with typed_errors(directory, "ask how much room there is"):
@@ -71,13 +82,13 @@ class Space:
         written = self._written()
         if written < self._ask_at_bytes and self._clock.monotonic() < self._ask_at_s:
             return
-        left_bytes = self.left_bytes()
+        left_bytes, directory = self._tightest()
         if left_bytes <= 0:
             self._ask_at_bytes = 0
             self._on_full()
             raise DiskFull(
                 f"the disk is full but for {self._reserve_bytes:,} bytes that are kept back",
-                path=self._directories[0],
+                path=directory,
                 hint=f"free {-left_bytes + 1:,} bytes, or wait until shipped segments were purged: nothing "
                 "was written, and writes go on by themselves",
             )

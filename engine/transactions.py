@@ -8,7 +8,9 @@ Always true:
   - the first to commit wins: a commit is refused when a key that it writes has a version newer than the
     snapshot, and with `serializable` also when a key or range that it has read has one. That is decided in
     the moment of the commit; locks only make it rare;
-  - a transaction belongs to the thread that uses it, and to nobody after its end.
+  - a transaction belongs to the thread that uses it, and to nobody after its end;
+  - what was read after somebody else has ended it (it was open for too long) is not returned: nobody keeps
+    the versions that it needs.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from typing import TYPE_CHECKING, Literal, Self
 from lowwater.engine import format
 from lowwater.engine.decide import TXN_BYTES_MAX, TXN_ENTRIES_MAX
 from lowwater.engine.entries import Delete, Put, as_bytes
+from lowwater.engine.open_transactions import Held
 from lowwater.engine.pages import after_prefix, encode_key
 from lowwater.engine.records import Object
-from lowwater.engine.spill import Spill
-from lowwater.errors import Conflict, InputError, LimitExceeded, NotFound, TransactionEnded
+from lowwater.errors import Closed, Conflict, InputError, LimitExceeded, NotFound, TransactionEnded
 
 if TYPE_CHECKING:
     from lowwater.engine.database import Database
@@ -60,7 +62,7 @@ class Transaction:
     def __init__(
         self, database: Database, *, started: int, isolation: Isolation, lock_timeout_s: float | None
     ) -> None:
-        self.started = started  # the younger gives way
+        self._held = Held(database, started)
         self._database = database
         self._isolation = isolation
         self._lock_timeout_s = lock_timeout_s
@@ -74,10 +76,15 @@ class Transaction:
         self._bytes_max = min(SPILL_ABOVE_BYTES, database.options.pool_bytes_max // 4)
         self._read_keys: dict[bytes, None] = {}  # in the order of reading
         self._read_ranges: list[tuple[str, bytes, bytes]] = []
-        self._ended = False
         self.seq: int | None = None
-        self.snapshot_seq = database._pin(None)
-        self._spill = Spill(database, self.snapshot_seq)
+        self.snapshot_seq = self._held.snapshot_seq
+        self._spill = self._held.spill
+
+    def __del__(self) -> None:
+        """Wherever the collector comes by: the background gives back what it holds."""
+        held = getattr(self, "_held", None)
+        if held is not None:
+            held.is_forgotten = True
 
     # ------------------------------------------------------------------ reading
 
@@ -91,6 +98,8 @@ class Transaction:
         )
         own = self._writes.get(encoded)
         found = _as_object(own) if own is not None else self._read(encoded, bucket, key)
+        if self._held.ended:
+            self._require_use()
         if found is None:
             self._database._prefix(bucket)
             raise NotFound(f"there is no {key!r} in the bucket {bucket!r}")
@@ -125,8 +134,9 @@ class Transaction:
         """Nobody keeps the versions of a transaction that has ended."""
         self._require_use()
         for each in found:
-            yield each
             self._require_use()
+            yield each
+        self._require_use()
 
     def _merge(self, bucket: str, low: bytes, high: bytes) -> Iterator[Object]:
         own_keys = self._written_keys[
@@ -178,7 +188,14 @@ class Transaction:
             )
         if self._write_count < LOCKS_MAX:
             locks = self._database._locks
-            locks.acquire(self, (entry.bucket, entry.key), "X", timeout_s=self._lock_timeout_s)
+            try:
+                locks.acquire(self._held, (entry.bucket, entry.key), "X", timeout_s=self._lock_timeout_s)
+            except Closed:
+                self._require_use()
+                raise
+            if self._held.ended:
+                locks.release_all(self._held)
+                self._require_use()
         # A key that somebody has written since the snapshot dooms the commit: better told now.
         self._database._state.away.call(lambda: self._require_unchanged(encoded))
         self._undo.append((encoded, entry, self._writes.get(encoded)))
@@ -198,7 +215,9 @@ class Transaction:
     def _spill_writes(self) -> None:
         """Put what was written into the log, all of it in its order: savepoints lie between."""
         if self._undo:
-            self._spill.write([entry for _, entry, _ in self._undo])
+            with self._held.using:
+                self._require_use()
+                self._spill.write([entry for _, entry, _ in self._undo])
             self._forget_writes()
 
     def _forget_writes(self) -> None:
@@ -207,7 +226,7 @@ class Transaction:
     def savepoint(self) -> Savepoint:
         """A place to go back to with `rollback_to`."""
         self._require_use()
-        return Savepoint(self, self._write_count, self._database._locks.savepoint(self))
+        return Savepoint(self, self._write_count, self._database._locks.savepoint(self._held))
 
     def rollback_to(self, savepoint: Savepoint) -> None:
         """Take back what was written since the savepoint, which stays where it is."""
@@ -218,7 +237,9 @@ class Transaction:
         if count > self._write_count:
             raise InputError("this savepoint was taken back by a roll-back to an earlier one")
         if count < self._spill.count:
-            self._spill.roll_back(count)
+            with self._held.using:
+                self._require_use()
+                self._spill.roll_back(count)
             self._forget_writes()
         while self._write_count > count:
             encoded, _, before = self._undo.pop()
@@ -227,32 +248,33 @@ class Transaction:
                 del self._written_keys[bisect_left(self._written_keys, encoded)]
             else:
                 self._writes[encoded] = before
-        self._database._locks.release_since(self, savepoint._locks)
+        self._database._locks.release_since(self._held, savepoint._locks)
 
     # ------------------------------------------------------------------ ending
 
     def commit(self) -> int | None:
         """Have all writes take effect, and return their seq; None where there were none. Raises Conflict,
         and has no effect, where somebody else was first."""
-        self._require_use()
-        committed = False
-        try:
-            if self._spill.txn:
-                self._spill_writes()
-                self.seq = self._spill.commit(self._decide)
-            elif self._writes or self._isolation == "serializable":
-                self.seq = self._database._commit_transaction(
-                    [self._writes[key] for key in self._written_keys], self._decide
-                )
-            committed = True
-            return self.seq
-        finally:
-            self._end(committed=committed)
+        with self._held.using:
+            self._require_use()
+            committed = False
+            try:
+                if self._spill.txn:
+                    self._spill_writes()
+                    self.seq = self._spill.commit(self._decide)
+                elif self._writes or self._isolation == "serializable":
+                    self.seq = self._database._commit_transaction(
+                        [self._writes[key] for key in self._written_keys], self._decide
+                    )
+                committed = True
+                return self.seq
+            finally:
+                self._held.end(committed=committed)
 
     def abort(self) -> None:
         """End it without effect."""
         self._require_use()
-        self._end()
+        self._held.end()
 
     def _decide(self) -> None:
         """With the state's lock: raise Conflict unless the transaction can take effect now. What is in the
@@ -275,25 +297,11 @@ class Transaction:
                 "a key was written since this transaction began", seq=newest, path=self._database.directory
             )
 
-    def _end(self, *, committed: bool = False) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        if committed:
-            self._database.measured.transactions_committed += 1
-        else:
-            self._database.measured.transactions_aborted += 1
-        try:
-            self._spill.end()
-        finally:
-            self._database._state.unpin(self.snapshot_seq)
-            self._database._locks.release_all(self)
-
     # ------------------------------------------------------------------ using it
 
     def _require_use(self) -> None:
-        if self._ended:
-            raise TransactionEnded("this transaction has ended", hint="begin another one")
+        if self._held.ended:
+            raise TransactionEnded(self._held.why, hint=self._held.hint)
         if threading.get_ident() != self._thread:
             raise InputError(
                 "this transaction belongs to another thread", hint="begin one in each thread that needs one"
@@ -313,12 +321,10 @@ class Transaction:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._ended:
-            return
-        if error is None:
+        if error is not None:
+            self._held.end()
+        elif not self._held.ended or self._held.was_too_old:
             self.commit()
-        else:
-            self._end()
 
 
 def _as_object(entry: Put | Delete) -> Object | None:

@@ -93,6 +93,8 @@ class WalOptions:
     entry_bytes_max: int = format.ENTRY_BYTES_DEFAULT
     # How long frames that nobody waits for may stay unsynced.
     sync_interval_ms: float = 0
+    # How long frames that somebody waits for may wait for others, to share one sync.
+    gather_ms: float = 0
 
     def __post_init__(self) -> None:
         for name, lowest, highest in (
@@ -101,6 +103,7 @@ class WalOptions:
             ("ring_bytes_max", 0, 2**40),
             ("entry_bytes_max", 64, format.PAYLOAD_BYTES_MAX),
             ("sync_interval_ms", 0, 3_600_000),
+            ("gather_ms", 0, 3_600_000),
         ):
             value = getattr(self, name)
             if not lowest <= value <= highest:
@@ -145,6 +148,10 @@ class Wal:
         self._queued_bytes = 0
         self._urgent = False
         self._sync_due_s: float | None = None
+        # Who leads waits for others to join it, until the first of them has waited so long, or in a hurry.
+        self._gather_s = options.gather_ms / 1000
+        self._joined = threading.Condition(self.lock)
+        self._gathering = self._hurry = False
         self._leading = False
         self._leads_ended = 0
         self._lead_over = threading.Condition(self.lock)
@@ -228,14 +235,14 @@ class Wal:
         """Why the log refuses writes, if it does."""
         return self._failure
 
-    def append(self, build: Build, *, timeout_s: float | None = None) -> int:
-        """Append, and return the last seq once it is durable."""
+    def append(self, build: Build, *, timeout_s: float | None = None, urgent: bool = False) -> int:
+        """Append, and return the last seq once it is durable. What is `urgent` does not wait for others."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
                 self._enqueue(build, ticket, timeout_s)
-                self._get_in_line(ticket)
+                self._get_in_line(ticket, urgent=urgent)
             self._wait_or_lead(ticket)
         except BaseException:
             self._abandon(ticket)
@@ -262,13 +269,14 @@ class Wal:
             raise
         return ticket, pieces
 
-    def wait(self, ticket: Ticket) -> int:
-        """Return the last seq of what was ordered, once it is durable."""
+    def wait(self, ticket: Ticket, *, urgent: bool = False) -> int:
+        """Return the last seq of what was ordered, once it is durable. What is `urgent` does not wait for
+        others."""
         self.refuse_forked()
         try:
             with self.lock:
                 if not ticket.done:
-                    self._get_in_line(ticket)
+                    self._get_in_line(ticket, urgent=urgent)
             self._wait_or_lead(ticket)
         except BaseException:
             self._abandon(ticket)
@@ -296,16 +304,18 @@ class Wal:
                 marker.owner, marker.completes = ticket, True
                 self._queue.append(marker)
                 ticket.seq_last = self._chain.seq_last
-                self._get_in_line(ticket)
+                self._get_in_line(ticket, urgent=True)
             self._wait_or_lead(ticket)
         except BaseException:
             self._abandon(ticket)
             raise
         return ticket.seq_last
 
-    def _get_in_line(self, ticket: Ticket) -> None:
+    def _get_in_line(self, ticket: Ticket, *, urgent: bool) -> None:
         """With the lock held: have this thread lead, or wait for its turn."""
         self._urgent = True
+        if self._gather_s:
+            self._end_gathering(urgent=urgent)
         if self._leading and not self._writer_leads:
             ticket.turn = threading.Lock()
             ticket.turn.acquire()
@@ -541,6 +551,7 @@ class Wal:
             if not blocking:
                 raise _QueueFullError
             self._urgent = True
+            self._end_gathering(urgent=True)
             if not self._leading or self._writer_leads:
                 # Also where the writer thread was to lead: a simulation has no thread that would begin.
                 lead = Ticket(0)
@@ -569,6 +580,8 @@ class Wal:
     def _claim_for_writer(self) -> bool:
         """With the lock held: have the writer thread lead, unless somebody does. Whether to wake it."""
         self._urgent = True
+        if self._gather_s:
+            self._end_gathering(urgent=False)
         if self._leading:
             return False
         self._leading = self._writer_leads = True
@@ -598,8 +611,33 @@ class Wal:
         self._writer_leads = False
         return 0
 
+    def _gather(self) -> None:
+        """By the leader, before it writes: let others join its sync. An interrupt finds nothing begun, and
+        the lead as one that was not taken up."""
+        with self.lock:
+            first = next((piece.owner for piece in self._queue if piece.owner is not None), None)
+            due_s = 0.0 if first is None else first.started_s + self._gather_s
+            self._gathering = True
+            try:
+                while not self._hurry and self._queued_bytes < self.options.batch_bytes_max:
+                    wait_s = due_s - self.clock.monotonic()
+                    if wait_s <= 0 or not self._joined.wait(wait_s):
+                        break
+            finally:
+                self._gathering = self._hurry = False
+
+    def _end_gathering(self, *, urgent: bool) -> None:
+        """With the lock held: have what is queued written now, where it is a batch, or somebody is in a
+        hurry."""
+        if urgent or self._queued_bytes >= self.options.batch_bytes_max:
+            self._hurry = True
+            if self._gathering:
+                self._joined.notify()
+
     def _lead(self, ticket: Ticket | None) -> None:
         """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it."""
+        if self._gather_s:
+            self._gather()
         resolved: list[Ticket] = []
         leads_ended = self._leads_ended
         try:

@@ -28,7 +28,7 @@ from lowwater.engine.directory import LOG_DIRECTORY
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import PAGES_DIRECTORY, configured, open_with
-from lowwater.engine.origin import ORIGIN, Origin, read_origin, write_origin
+from lowwater.engine.origin import ORIGIN, Origin, log_directory_of, read_origin, write_origin
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.reading import Reading
 from lowwater.engine.real import RealFiles
@@ -166,6 +166,7 @@ def open_directory(
     loaded = with_origin(loaded, origin) if named is None else loaded
     uri = tier or loaded.tier.store_uri()
     assert uri is not None
+    log_directory = log_directory_of(RealFiles(), settings.path, settings.log_directory)
     place = parse_uri(uri, dict(loaded.tier.options) if uri == loaded.tier.store_uri() else {})
     stores = opening.open_stores(tier, loaded.tier)
     try:
@@ -176,6 +177,7 @@ def open_directory(
             TierOptions.from_config(loaded),
             log_options=settings.log_options,
             options=settings.options,
+            log_directory=log_directory,
             registry=registry,
             progress=progress,
             open_parent=opening.opener_of(tier, loaded.tier),
@@ -205,6 +207,7 @@ def open_restored(
     options: EngineOptions | None = None,
     seams: Seams | None = None,
     store: PageStore | None = None,
+    log_directory: str | None = None,
     registry: CollectorRegistry | None = None,
     progress: Progress | None = None,
     open_parent: OpenParent | None = None,
@@ -228,7 +231,9 @@ def open_restored(
             shipping = replace(tier_options.shipping, parent=cloned_from)
             tier_options = replace(tier_options, shipping=shipping)
         elif not origin.is_clone and not origin.is_continued:
-            origin = go_on(path, origin, stores[0], seams=seams, log_options=log_options)
+            origin = go_on(
+                path, origin, stores[0], seams=seams, log_options=log_options, log_directory=log_directory
+            )
     except BaseException:
         for each in stores:
             each.close()
@@ -242,6 +247,7 @@ def open_restored(
             options=options,
             seams=seams,
             store=store,
+            log_directory=log_directory,
             create=False,
             registry=registry,
             progress=progress,
@@ -262,6 +268,7 @@ def open_restored(
                 options=options,
                 seams=seams,
                 store=store,
+                log_directory=log_directory,
                 create=False,
                 registry=registry,
                 blocks=parent.blocks,
@@ -289,12 +296,17 @@ def note_where_it_ships(
 
 
 def open_to_read(
-    path: str, store: Store, *, seams: Seams | None = None, pages: PageStore | None = None
+    path: str,
+    store: Store,
+    *,
+    seams: Seams | None = None,
+    pages: PageStore | None = None,
+    log_directory: str | None = None,
 ) -> Reading:
     """What was restored, without going on with its log: nothing is appended to it."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
     parent = ParentTier(path, store, seams)
-    log = open_log(path, seams)
+    log = open_log(path, seams, log_directory=log_directory)
     try:
         opened = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}") if pages is None else pages
         try:
@@ -348,10 +360,11 @@ def go_on(
     *,
     seams: Seams,
     log_options: LogOptions | None = None,
+    log_directory: str | None = None,
 ) -> Origin:
     """Claim an epoch for a log that was restored, and append the `fork` that says so. Raises Fenced where the
     archive has gone on since."""
-    with open_log(path, seams, log_options) as log:
+    with open_log(path, seams, log_options, log_directory) as log:
         # Above it the fork is there already, and a crash came before that was noted. Below it the log is
         # where the archive's newest fork was not shipped yet, but for its manifest.
         if log.chain.epoch <= origin.epoch:
@@ -382,5 +395,8 @@ def append_fork(
     log.append(*entries, fork_entry(fork))
 
 
-def open_log(path: str, seams: Seams, log_options: LogOptions | None = None) -> Log:
-    return Log.open(f"{path}/{LOG_DIRECTORY}", options=log_options or LogOptions(), seams=seams, create=False)
+def open_log(
+    path: str, seams: Seams, log_options: LogOptions | None = None, log_directory: str | None = None
+) -> Log:
+    directory = log_directory or f"{path}/{LOG_DIRECTORY}"
+    return Log.open(directory, options=log_options or LogOptions(), seams=seams, create=False)

@@ -106,13 +106,24 @@ def restore(
     claims that, and whoever wrote there before is fenced. With `at`, a seq or a time, or as a `clone`, it is
     a database of its own, and the archive stays as it is. `full` waits until all of it is here, and verified;
     else it can be opened at once, and reads what it lacks from the archive. `to` has to be new; a restore
-    that was stopped goes on when it is called again. `progress` is told what is done.
+    that was stopped goes on when it is called again. `progress` is told what is done. The log is put where
+    `wal.dir` of the configuration says, which is recorded in the directory.
     """
+    from lowwater.config import Config  # pydantic takes longer to import than all the rest
+
     path = local_path(to)
-    store, options = store_of(tier, config)
+    loaded = Config.load(config)
+    store, options = store_of(tier, loaded)
     try:
         return restore_with(
-            store, path, at, options=options, clone=clone, full=full, progress=progress or _nobody
+            store,
+            path,
+            at,
+            options=options,
+            clone=clone,
+            full=full,
+            progress=progress or _nobody,
+            log_directory=None if loaded.wal.dir is None else os.path.abspath(loaded.wal.dir),
         )
     finally:
         store.close()
@@ -164,12 +175,13 @@ def restore_with(
     progress: Progress = _nobody,
     seams: Seams | None = None,
     pages: PageStore | None = None,
+    log_directory: str | None = None,
 ) -> Restored:
     """The same with everything that a test, or a simulation, puts in its place. The store stays the
     caller's."""
-    return _Restore(store, path, options or {}, seams or real_seams(), pages, progress).run(
-        at, clone=clone or at is not None, full=full
-    )
+    return _Restore(
+        store, path, options or {}, seams or real_seams(), pages, progress, log_directory or ""
+    ).run(at, clone=clone or at is not None, full=full)
 
 
 class _Restore:
@@ -181,10 +193,13 @@ class _Restore:
         seams: Seams,
         pages: PageStore | None,
         progress: Progress,
+        log_elsewhere: str,
     ) -> None:
+        """`log_elsewhere` is where the log is put; empty for in the directory."""
         self._store = _Counting(store)
         self._path = path
-        self._log_directory = f"{path}/{LOG_DIRECTORY}"
+        self._log_elsewhere = log_elsewhere
+        self._log_directory = log_elsewhere or f"{path}/{LOG_DIRECTORY}"
         self._options = options
         self._seams = seams
         self._files: Files = seams.files
@@ -196,6 +211,7 @@ class _Restore:
         fetcher = Fetcher(self._store, clock=self._seams.clock)
         reached = reach(archive)
         wanted = seq_of(reached, fetcher, self._store.uri, at)
+        self._go_on_with_log()
         lock = self._take()
         try:
             begun = read_origin(self._files, self._path, RESTORING)
@@ -237,6 +253,19 @@ class _Restore:
 
     # ------------------------------------------------------------------ the directory
 
+    def _go_on_with_log(self) -> None:
+        """Put the log where a restore that was begun has put it."""
+        begun = read_origin(self._files, self._path, RESTORING)
+        if begun is None or begun.log_directory == self._log_elsewhere:
+            return
+        if self._log_elsewhere:
+            raise AlreadyExists(
+                "a restore was begun here that puts the log elsewhere, and has not ended",
+                path=self._path,
+                hint=f"run it again with wal.dir = {begun.log_directory or self._path + '/' + LOG_DIRECTORY}",
+            )
+        self._log_elsewhere = self._log_directory = begun.log_directory
+
     def _take(self) -> File:
         """Be the only one who makes something there."""
         files, path = self._files, self._path
@@ -272,12 +301,27 @@ class _Restore:
             )
         others = set(names) - {LOG_DIRECTORY, TEMPORARY}
         if LOG_DIRECTORY in names:
-            others |= set(self._files.list(self._log_directory)) - {LOCK}
+            others |= set(self._files.list(f"{self._path}/{LOG_DIRECTORY}")) - {LOCK}
+        if self._log_elsewhere:
+            self._require_new_log()
         if others:
             raise AlreadyExists(
                 f"there is something in this directory already: {min(others)}",
                 path=self._path,
                 hint="restore into a new directory: nothing is ever written over",
+            )
+
+    def _require_new_log(self) -> None:
+        with typed_errors(self._log_directory, "restore the log into this directory"):
+            try:
+                names = set(self._files.list(self._log_directory)) - {LOCK}
+            except FileNotFoundError:
+                return
+        if names:
+            raise AlreadyExists(
+                f"there is something in the directory for the log already: {min(names)}",
+                path=self._log_directory,
+                hint="name a new directory as wal.dir: nothing is ever written over",
             )
 
     def _require_same(self, begun: Origin, parent_id: bytes, at: Moment, wanted: int, *, clone: bool) -> None:
@@ -309,6 +353,7 @@ class _Restore:
             checkpoint_hash=NO_HASH if checkpoint is None else checkpoint.hash,
             parent_manifest=NO_HASH if reached.manifest is None else reached.manifest.hash,
             parent_segment=parent_segment(reached),
+            log_directory=self._log_elsewhere,
         )
 
     # ------------------------------------------------------------------ pages
@@ -392,7 +437,7 @@ class _Restore:
     def _end_log(self, origin: Origin) -> tuple[Origin, int]:
         """Have the log end where it has to: with which entry of the archive, and its time. A clone goes on
         above it as a cluster of its own."""
-        with open_log(self._path, self._seams) as log:
+        with open_log(self._path, self._seams, log_directory=self._log_directory) as log:
             chain = log.chain
             if origin.is_clone and chain.cluster_id == origin.cluster_id:
                 return origin, next(log.read(origin.seq)).time_us
@@ -423,7 +468,13 @@ class _Restore:
 
     def _bring_all(self, reached: Reached, origin: Origin, point: Point, archive_root: str | None) -> str:
         """Have all of it here, and compare: the root."""
-        core = open_to_read(self._path, self._store, seams=self._seams, pages=self._pages)
+        core = open_to_read(
+            self._path,
+            self._store,
+            seams=self._seams,
+            pages=self._pages,
+            log_directory=self._log_directory,
+        )
         try:
             warming = Warming(core.leaving, core.registry)
             while warming.advance():

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import lowwater
 from lowwater.config import (
+    ACCEPTED,
     CACHE_CAPACITY,
     GIB,
     KEYS,
@@ -31,6 +33,7 @@ from lowwater.config import (
 from lowwater.errors import InvalidConfig
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "tests" / "reference"
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +109,150 @@ def test_the_reference_plans_own_file_is_understood() -> None:
     assert Config.load({"wal": plan}).wal == wal
 
 
+def test_the_reference_plans_configuration_loads_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that somebody has already is the first thing that is tried."""
+    path = REFERENCE / "plan.toml"
+    lowwater.open(tmp_path / "db").close()
+    # Nobody listens there.
+    monkeypatch.setenv("LOWWATER_TIER__OPTIONS__ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("LOWWATER_TIER__ATTEMPTS_MAX", "1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "unknown")
+    config = Config.load(path)
+    assert config.engine.pool_bytes_max == 1000 * MB
+    assert config.engine.checkpoint_entry_interval_s == 300
+    assert config.engine.checkpoint_entry_age_max_s == 3600
+    assert config.tier.store_uri() == "s3://my-storage-engine/data/"
+    assert (config.wal.rotate_max_bytes, config.wal.sync_mode) == (100 * MB, "fsync")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, "what is not done is told, one line a feature"
+    assert "page_size" in told[0]
+    assert all(name in told[1] for name in ("compaction_enabled", "compaction_interval_secs", "_threshold"))
+    with lowwater.open(tmp_path / "db", config=path) as db:
+        db.create_bucket("b")
+    assert len([record for record in caplog.records if "not used" in record.getMessage()]) == 4
+
+
+def test_the_other_reference_documents_keys_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as its counterpart here, from the section that they all stand in."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-show-this")
+    config = Config.load(REFERENCE / "broker.toml")
+    assert config.wal.dir == Path("/var/lib/danube/wal")
+    assert (config.wal.cache_messages_max, config.wal.fsync_interval_ms) == (2048, 5000)
+    assert (config.wal.rotate_max_bytes, config.wal.rotate_max_seconds) == (52428800, 3600)
+    assert (config.shipping.interval_s, config.tier.part_bytes) == (300, 8 * MIB)
+    assert config.tier.parts_at_once == 4
+    assert config.tier.store_uri() == "s3://my-bucket/danube"
+    assert config.tier.options == {
+        "region": "us-east-1",
+        "endpoint": "https://s3.amazonaws.com",
+        "access_key_id": "the key",
+        "secret_access_key": "do-not-show-this",
+    }
+    assert "do-not-show-this" not in repr(config)
+    local = Config.load({"cloud": {"backend": "fs", "root": "/mnt/archive"}})
+    assert local.tier.store_uri() == "file:///mnt/archive"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "told"),
+    [
+        ("storage_engine", "eviction_policy", "arc", "one policy"),
+        ("storage_engine", "page_size", "huge", "must be a whole number"),
+        ("storage_engine", "compaction_enabled", "perhaps", "true or false"),
+        ("storage_engine", "wal_compression", "lz4", "no other algorithm"),
+        ("storage_engine", "s3_compression", "zstd:9", "no level"),
+        ("cloud_reader", "enable_ranged_reads", False, "cannot be switched off"),
+        ("cloud", "backend", "s3", "stand together"),
+    ],
+)
+def test_what_the_reference_documents_have_and_this_has_not_is_refused(
+    section: str, name: str, value: object, told: str
+) -> None:
+    """It would be taken for done."""
+    error = refused({section: {name: value}})
+    assert told in error.message
+    assert name in error.message or told == "stand together"
+
+
+def test_a_segment_has_one_stored_form() -> None:
+    """Two compressions cannot both hold, and why stands in the error."""
+    error = refused({"storage_engine": {"wal_compression": "none", "s3_compression": "zstd"}})
+    assert "wal_compression" in error.message
+    assert "s3_compression" in error.message
+    assert "one form" in error.hint
+    refused({"cloud": {"backend": "gcs", "root": "s3://b/p"}})
+
+
+def test_the_secret_of_another_spelling_is_not_shown() -> None:
+    """A name of the documents is as secret as ours."""
+    wrong = {"storage": {"cloud": {"root": "s3://b", "options": {"secret_key": ["do-not-show-this"]}}}}
+    assert "do-not-show-this" not in str(refused(wrong))
+
+
+def test_a_name_of_a_region_is_no_region(tmp_path: Path) -> None:
+    """It became a folder beside the program, and counted as a copy on another continent."""
+    for regions in (["us-east-1", "eu-west-1"], "us-east-1", ["s3://b/p", "backup"]):
+        for source in (
+            {"storage_engine": {"s3_bucket": "b", "s3_regions": regions}},
+            {"tier": {"uri": "s3://b", "regions": regions}},
+        ):
+            error = refused(source)
+            assert "URI" in error.message
+            assert "s3://bucket/prefix?region=" in error.hint
+    with pytest.raises(InvalidConfig):
+        lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/a", config={"tier": {"regions": "x"}})
+    assert not (tmp_path / "db").exists()
+
+
+def kinds_in(db: Any) -> list[str]:
+    return [entry.kind for entry in db.log() if entry.kind in ("settings", "put")]
+
+
+def test_settings_of_a_log_that_are_written_out_become_one_entry(tmp_path: Path) -> None:
+    """They were fixed when it was made, and later ignored in silence. What nobody has written changes
+    nothing, or a program without its file would change a log back."""
+    path, changed = tmp_path / "db", {"wal": {"compression": "none", "rotate_max_bytes": "64 KiB"}}
+    with lowwater.open(path) as db:
+        db.create_bucket("b")
+        db.put("b", "before", bytes(100_000))
+    with lowwater.open(path, config=changed) as db:
+        assert kinds_in(db) == ["put", "settings"]
+        for number in range(3):
+            db.put("b", f"{number}", bytes(70_000))
+    for config in (changed, None, {"wal": {"compression": "none"}}, {"wal": {"sync_mode": "none"}}):
+        with lowwater.open(path, config=config) as db:
+            assert kinds_in(db) == ["put", "settings", *["put"] * 3]
+            assert list(db.check()) == []
+    # Each put has filled a segment, as the new size has it.
+    assert len(list((path / "wal").glob("segment-*.log"))) == 4
+    with lowwater.open(path, config={"wal": {"compression": "zstd"}}) as db:
+        assert kinds_in(db)[-1] == "settings"
+        assert db.get("b", "before").value == bytes(100_000)
+
+
+def test_settings_of_a_log_that_is_fed_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An entry that only one replica has would be the end of it."""
+    with lowwater.Engine(tmp_path / "fed") as engine:
+        engine.apply_log_entry(1, lowwater.Create(bytes(16), bytes(16)))
+        engine.apply_log_entry(2, lowwater.CreateBucket("b"))
+    with lowwater.Engine(tmp_path / "fed", config={"wal": {"compression": "none"}}) as engine:
+        assert engine.marks().applied == 2
+    assert "not used" in caplog.text
+
+
+def test_settings_of_a_log_alone_become_an_entry_too(tmp_path: Path) -> None:
+    """`Log.open` by itself, as the database."""
+    lowwater.Log.open(tmp_path / "log").close()
+    for _ in range(2):
+        with lowwater.Log.open(tmp_path / "log", config={"wal": {"rotate_max_bytes": "1 MiB"}}) as log:
+            assert [entry.kind for entry in log.read()] == ["create", "settings"]
+            assert log.chain.settings.segment_bytes == MIB
+
+
 def test_two_spellings_with_one_value_are_accepted_and_with_two_refused() -> None:
     """Neither of two values may win by chance."""
     assert Config.load({"wal": {"sync_mode": "none", "wal_sync_mode": "none"}}).wal.sync_mode == "none"
@@ -149,18 +296,53 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("LOWWATER_WAL_SYNC_MODE", "LOWWATER_WAL__SYNC_MODE"),
         ("LOWWATER_WAL__SYNC_MODES", "LOWWATER_WAL__SYNC_MODE"),
+        ("LOWWATER_ENGINE__SYNC_MODE", "LOWWATER_WAL__SYNC_MODE"),
+        ("LOWWATER_STORAGE_ENGINE__PAGES_SIZE", "LOWWATER_STORAGE_ENGINE__PAGE_SIZE"),
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one(
     monkeypatch: pytest.MonkeyPatch, name: str, nearest: str
 ) -> None:
-    """One underscore where two belong is the slip that everybody makes."""
+    """What stands in a section of ours is meant for us."""
     monkeypatch.setenv(name, "none")
     error = refused()
     assert name in error.message
     assert error.hint.endswith(f" {nearest}")
+
+
+def test_the_variables_of_a_service_of_our_name_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kubernetes sets them in every pod beside it, and no pod could open anything."""
+    address = "tcp://10.0.0.1:7400"
+    service = {
+        "LOWWATER_SERVICE_HOST": "10.0.0.1",
+        "LOWWATER_SERVICE_PORT": "7400",
+        "LOWWATER_PORT": address,
+        "LOWWATER_PORT_7400_TCP": address,
+        "LOWWATER_PORT_7400_TCP_ADDR": "10.0.0.1",
+        "LOWWATER_PORT_7400_TCP_PORT": "7400",
+        "LOWWATER_PORT_7400_TCP_PROTO": "tcp",
+        "LOWWATER_WAL_SERVICE_HOST": "10.0.0.2",
+        "LOWWATER_TIER": "gold",
+    }
+    for name, value in service.items():
+        monkeypatch.setenv(name, value)
+    lowwater.open(tmp_path / "db").close()
+    assert Config.load() == Config()
+    assert not caplog.records
+
+
+def test_a_variable_that_looks_like_a_slip_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One underscore where two belong is the slip that everybody makes, and it may be somebody else's."""
+    monkeypatch.setenv("LOWWATER_WAL_SYNC_MODE", "none")
+    assert Config.load().wal.sync_mode == "fsync"
+    (record,) = caplog.records
+    assert "LOWWATER_WAL__SYNC_MODE" in record.getMessage()
+    assert "LOWWATER_WAL_SYNC_MODE" in record.getMessage()
 
 
 @pytest.mark.parametrize("source", [{"wal": 5}, {"wal": "x"}, {"wal": None}])
@@ -252,7 +434,7 @@ def test_what_is_no_amount_is_refused(parse: Callable[[object], int], value: obj
 )
 def test_no_value_of_any_key_gives_anything_but_a_config_or_a_typed_error(value: object) -> None:
     """No input shows a user the inside of a library."""
-    for key in (*KEYS, *SPELLINGS, CACHE_CAPACITY):
+    for key in (*KEYS, *SPELLINGS, *ACCEPTED, CACHE_CAPACITY):
         section, name = key.split(".")
         with contextlib.suppress(InvalidConfig):
             Config.load({section: {name: value}})
@@ -368,12 +550,12 @@ def test_the_documentation_lists_each_key_with_its_default() -> None:
 def test_the_documentation_lists_each_other_spelling() -> None:
     """A spelling that nobody can find is of no use."""
     text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.findall(
-        r"^\| (`\w+\.\w+`.*) \| `((?:wal|tier|shipping|retention)\.\w+)` \|$", text, re.MULTILINE
-    )
+    rows = re.findall(r"^\| (`\w+\.\w+`.*) \| `(\w+\.\w+)` \|$", text, re.MULTILINE)
     documented = {spelling: key for left, key in rows for spelling in re.findall(r"`(\w+\.\w+)`", left)}
     assert documented.pop(CACHE_CAPACITY) in KEYS
     assert documented == SPELLINGS
+    for key in ACCEPTED:
+        assert f"`{key}`" in text or f"`{key.partition('.')[2]}`" in text, key
 
 
 def test_the_reference_plans_keys_of_shipping_are_understood() -> None:

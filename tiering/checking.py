@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowwater.engine.check import Finding
 from lowwater.engine.check_database import check_database
-from lowwater.engine.directory import LOG_DIRECTORY, local_path
+from lowwater.engine.directory import local_path
+from lowwater.engine.origin import log_directory_of
 from lowwater.engine.real import RealFiles
 from lowwater.tiering.names import CLUSTER, MANIFESTS
 from lowwater.tiering.open_store import open_store
@@ -35,7 +36,7 @@ def check(path_or_uri: str | os.PathLike[str], *, config: ConfigSource = None) -
     loaded = Config.load(config)
     place = path_or_uri if isinstance(path_or_uri, str) and "://" in path_or_uri else local_path(path_or_uri)
     if not is_archive(place):
-        log = f"{place}/{LOG_DIRECTORY}" if loaded.wal.dir is None else str(loaded.wal.dir)
+        log = log_directory_of(RealFiles(), place, loaded.wal.dir)
         yield from check_database(RealFiles(), place, log)
         return
     store = open_to_read(place, loaded.tier)

@@ -1,5 +1,5 @@
-"""A store that is opened by whoever calls it first: opening one asks its server, and a database has to open
-while that is down."""
+"""A store that is opened by whoever calls it first: opening one asks its server, or the file system that its
+folder is on, and a database has to open while that is away."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from lowwater.tiering.store import Found, Part, Store
 
 
 class LateStore:
-    """Always true: one call at a time opens it; one that fails is the error of that call, and of no other."""
+    """Always true: one call at a time opens it; one that fails is the error of that call, and of no other.
 
-    def __init__(self, uri: str, open_it: Callable[[], Store]) -> None:
+    `makes` says whether an archive may begin there: it is what `open_it` is called with."""
+
+    def __init__(self, uri: str, open_it: Callable[[bool], Store], *, makes: bool) -> None:
         self.uri = uri
+        self.makes = makes
         self._open_it = open_it
         self._lock = threading.Lock()
         self._store: Store | None = None
@@ -27,7 +30,7 @@ class LateStore:
             if self._closed:
                 raise Closed(f"{self.uri} was closed")
             if self._store is None:
-                self._store = self._open_it()
+                self._store = self._open_it(self.makes)
             return self._store
 
     @property

@@ -29,6 +29,7 @@ def open_store(
     options: Mapping[str, str] | None = None,
     config: TierConfig | None = None,
     read_only: bool = False,
+    make: bool = True,
     files: Files | None = None,
     randomness: Randomness | None = None,
     sleep: Callable[[float], None] = sleep,
@@ -37,7 +38,7 @@ def open_store(
     over the configuration's, which count for its own URI only.
 
     A store that can only be read is opened so, and says it when it is written. `read_only` tries nothing, and
-    makes no folder.
+    makes no folder; nor does `make=False`.
     """
     if uri is None:
         uri = None if config is None else config.store_uri()
@@ -56,7 +57,7 @@ def open_store(
                 place.path,
                 uri=place.uri,
                 read_only=read_only,
-                make=place.kind == "file",
+                make=make and place.kind == "file",
                 files=files,
                 randomness=randomness,
             )

@@ -4,7 +4,9 @@ Always true:
   - without a tier nothing here is in the way, and no store is imported;
   - a database that has shipped before opens whether or not its store answers: what was shipped is in its
     log, and `shipping()` tells what is wrong with the store. One that has never shipped is refused with what
-    is wrong, unless the store is merely down;
+    is wrong, unless the store is merely down. A folder that is not there is a store that is down;
+  - a folder is made for an archive that begins, and never where one was before: an empty one in the place of
+    what is not mounted would be taken for it;
   - what reads from the store is in place before the first entry is applied again.
 
 A new part of the tier plugs in at `TierParts`: it has the stores, the engine once that is there, and an end.
@@ -26,13 +28,13 @@ from lowwater.engine.core import Core, EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.directory import LOG_DIRECTORY
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import configured, open_embedded, open_with
+from lowwater.engine.opening import Settings, configured, open_embedded, open_with
 from lowwater.engine.orchestrator import Orchestrator
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
 from lowwater.engine.tier import ShippingStatus
-from lowwater.errors import InputError, InvalidConfig
+from lowwater.errors import InputError, InvalidConfig, NotFound, StoreMissing, StoreUnavailable
 from lowwater.metrics import ColdMetrics, StoreMetrics, TierMetrics
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.blocks import ArchivedBlocks
@@ -102,6 +104,7 @@ class TierParts:
     ) -> None:
         assert stores, "a tier has a store"
         self._store_metrics = StoreMetrics()
+        self._first = stores[0]
         self._stores = stores = [MeasuredStore(each, seams.clock, self._store_metrics) for each in stores]
         # What is read may lie with a parent, what is shipped is this log's own.
         self._read_from = Lineage(
@@ -130,6 +133,8 @@ class TierParts:
     def attach(self, core: Core) -> None:
         """To an engine that has just been opened; begin in the background. Raises what makes this store none
         that this engine could ever ship to."""
+        if isinstance(self._first, LateStore) and core.catalogue.hwm <= self.own_after:
+            self._first.makes = True  # nothing of this log is in any archive: one may begin
         self._registry = registry = core.registry
         self._tier_metrics = metrics = TierMetrics(registry)
         registry.register(self._metrics)
@@ -210,10 +215,10 @@ def open_directory(
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
     loaded = Config.load(config)
-    stores = open_stores(tier, loaded.tier)
+    settings = configured(directory, loaded)
+    stores = open_stores(tier, loaded.tier, is_new=_is_new(settings))
     if not stores:
         return open_embedded(directory, config=loaded, create=create, registry=registry, progress=progress)
-    settings = configured(directory, loaded)
     return open_tiered(
         settings.path,
         stores,
@@ -301,7 +306,11 @@ class Engine(fed.Engine):
         from lowwater.config import Config
 
         loaded = Config.load(config)
-        stores = open_stores(tier, loaded.tier) if tier is None or isinstance(tier, str) else tier
+        stores: Sequence[Store]
+        if tier is None or isinstance(tier, str):
+            stores = open_stores(tier, loaded.tier, is_new=_is_new(configured(data, loaded)))
+        else:
+            stores = tier
         parts = None
         if stores:
             if orchestrator is None:
@@ -357,25 +366,54 @@ def sealing(options: LogOptions | None) -> LogOptions:
     )
 
 
-def open_stores(tier: str | None, config: TierConfig) -> list[Store]:
-    """The store of a URI, or of the configuration, and its regions. None of them where nothing is shipped."""
+def _is_new(settings: Settings) -> bool:
+    """Whether there is no log yet."""
+    try:
+        require_log(RealFiles(), settings.log_directory or f"{settings.path}/{LOG_DIRECTORY}")
+    except NotFound:
+        return True
+    return False
+
+
+def open_stores(tier: str | None, config: TierConfig, *, is_new: bool = False) -> list[Store]:
+    """The store of a URI, or of the configuration, and its regions. None of them where nothing is shipped.
+    `is_new` says that the database is still to be made."""
     if tier is not None and (not isinstance(tier, str) or not tier):
         raise InvalidConfig(f"the tier is {tier!r:.80}", hint="give a URI, as s3://bucket/prefix")
     uri = tier or config.store_uri()
     if uri is None:
         return []
-    if tier is None or tier == config.store_uri():
-        stores = [_late(uri, lambda: open_store(config=config), dict(config.options))]
-    else:
-        stores = [_late(uri, lambda: open_store(uri, config=config), {})]
-    for region in config.regions:
-        stores.append(_late(region, lambda region=region: open_store(region, config=config), {}))  # type: ignore[misc]
+    is_configured = tier is None or tier == config.store_uri()
+    options = dict(config.options) if is_configured else {}
+    # Of what was shipped there has to be an archive: where its folder is missing, it is not mounted.
+    stores = [_late(uri, None if is_configured else uri, config, options, is_new=is_new, makes=False)]
+    stores += [_late(each, each, config, {}, is_new=is_new, makes=True) for each in config.regions]
     return stores
 
 
-def _late(uri: str, open_it: Callable[[], Store], options: dict[str, str]) -> Store:
-    """What is wrong with the URI is told now, and what is wrong with a server when it is asked."""
+def _late(
+    uri: str, named: str | None, config: TierConfig, options: dict[str, str], *, is_new: bool, makes: bool
+) -> Store:
+    """What is wrong with the URI is told now, and what is wrong with a server, or a folder, when it is asked.
+    `named` is the URI where it is not that of the configuration."""
     place = parse_uri(uri, options)
-    if place.kind in ("memory", "file", "shared_fs"):
-        return open_it()
-    return LateStore(place.uri, open_it)
+    is_folder = place.kind in ("file", "shared_fs")
+    if place.kind == "memory" or (is_folder and is_new):
+        return open_store(named, config=config)
+
+    def open_it(makes: bool) -> Store:
+        # What lies below a file system that is not mounted is not made here.
+        has_parent = is_folder and os.path.isdir(os.path.dirname(place.path))
+        try:
+            return open_store(named, config=config, make=makes and has_parent)
+        except StoreMissing as error:
+            if not is_folder:
+                raise
+            raise StoreUnavailable(
+                f"the folder is away: {error.message}",
+                path=place.uri,
+                hint="mount it, and shipping goes on by itself, or correct the path; make the folder where "
+                "an archive is to begin anew",
+            ) from error
+
+    return LateStore(place.uri, open_it, makes=makes)

@@ -2,7 +2,8 @@
 
 Always true:
   - a `Config` has passed every check, and never changes afterwards;
-  - a key that nothing reads is an error, wherever it was written, so a misspelt one cannot be lost;
+  - a key that nothing reads is an error, wherever it was written, so a misspelt one cannot be lost. In the
+    environment that goes for the sections here: another `LOWWATER_…` may be somebody else's;
   - whatever is wrong is `InvalidConfig`. It shows a value as it was written: `${NAME}`
     gives no secret away.
 
@@ -27,6 +28,9 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lowwater.errors import InvalidConfig, without_secrets
+from lowwater.logging import get_logger
+
+_logger = get_logger("config")
 
 ENV_PREFIX = "LOWWATER_"
 HINT = "docs/configuration.md lists the keys and what each takes"
@@ -89,7 +93,25 @@ def _uris(value: object) -> object:
     found = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(each, str) and each for each in found):
         raise ValueError('must be a list of URIs, or a text such as "s3://one/prefix, s3://two/prefix"')
+    for each in found:
+        # As a relative path the name of a region would become a folder here, and count as a copy elsewhere.
+        if "://" not in each and not os.path.isabs(each):
+            raise ValueError(f"must be a list of URIs, and {without_secrets(each)!r:.80} is none")
     return tuple(found)
+
+
+def _kind(value: object) -> object:
+    """The reference documents call a folder `fs`."""
+    return "file" if value == "fs" else value
+
+
+def _compression(value: object) -> object:
+    if value not in ("none", "zstd"):
+        raise ValueError(
+            "must be none or zstd: all replicas store a segment in one form, and the same bytes, "
+            "so there is no other algorithm and no level"
+        )
+    return value
 
 
 def parse_count(value: object) -> int:
@@ -143,7 +165,7 @@ class WalConfig(BaseModel):
     rotate_max_bytes: ByteSize = Field(default=100 * MB, ge=64 * KIB, le=2 * GIB)
     rotate_max_seconds: OptionalSeconds = Field(default=None, gt=0)
     sync_mode: Literal["fsync", "fdatasync", "none"] = "fsync"
-    compression: Literal["none", "zstd"] = "zstd"
+    compression: Annotated[Literal["none", "zstd"], BeforeValidator(_compression)] = "zstd"
     queue_bytes_max: ByteSize = 64 * MIB
     entry_bytes_max: ByteSize = Field(default=16 * MIB, ge=64, le=31 * MIB)
 
@@ -162,7 +184,9 @@ class EngineConfig(BaseModel):
     pool_bytes_max: ByteSize = Field(default=GIB, ge=MIB, le=1 << 44)
     checkpoint_interval_s: OptionalSeconds = Field(default=300.0, gt=0)
     checkpoint_entry_interval_s: OptionalSeconds = Field(default=None, gt=0)
+    checkpoint_entry_age_max_s: OptionalSeconds = Field(default=None, gt=0)
     checkpoint_entry_bytes: OptionalByteSize = Field(default=None, ge=MIB)
+    transaction_age_max_s: OptionalSeconds = Field(default=3600.0, gt=0)
     merge_worker: bool = True
     disk_reserve_bytes: ByteSize = 64 * MIB
 
@@ -184,7 +208,9 @@ class TierConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     uri: str | None = Field(default=None, repr=False, min_length=1)
-    kind: Literal["file", "shared_fs", "memory", "s3", "gcs", "azblob"] | None = None
+    kind: Annotated[
+        Literal["file", "shared_fs", "memory", "s3", "gcs", "azblob"] | None, BeforeValidator(_kind)
+    ] = None
     root: str | None = Field(default=None, min_length=1)
     bucket: str | None = Field(default=None, min_length=1)
     prefix: str | None = None
@@ -203,6 +229,8 @@ class TierConfig(BaseModel):
     def _one_way_to_say_where(self) -> Self:
         if (self.kind is None) != (self.root is None):
             raise ValueError("kind and root stand together, as s3 and bucket/prefix")
+        if self.root is not None and "://" in self.root and not self.root.startswith(f"{self.kind}://"):
+            raise ValueError("kind and root name two kinds of store")
         if self.uri is not None and self.kind is not None:
             raise ValueError("uri says what kind and root say: keep one of the two")
         if self.prefix is not None and self.bucket is None:
@@ -223,7 +251,9 @@ class TierConfig(BaseModel):
         """None where nothing is to be shipped."""
         if self.bucket is not None:
             return f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
-        return self.uri if self.kind is None else f"{self.kind}://{self.root}"
+        if self.root is not None:
+            return self.root if "://" in self.root else f"{self.kind}://{self.root}"
+        return self.uri
 
 
 class ShippingConfig(BaseModel):
@@ -299,7 +329,7 @@ class Config(BaseSettings):
         return (*(InitSettingsSource(settings_cls, _nested(layer)) for layer in layers), init_settings)
 
 
-# The other spellings of a key, those of the reference plan. `wal.cache_capacity` is one more, but what
+# The other spellings of a key, those of the reference documents. `wal.cache_capacity` is one more, but what
 # it stands for depends on its value.
 SPELLINGS = {
     f"{section}.wal_{old}": f"wal.{new}"
@@ -314,6 +344,9 @@ SPELLINGS = {
     "uploader.stream_chunk_size": "tier.part_bytes",
     "uploader.concurrent_parts": "tier.parts_at_once",
     "uploader.max_batch_bytes": "shipping.batch_bytes_max",
+    "storage_engine.buffer_pool_size": "engine.pool_bytes_max",
+    "storage_engine.checkpoint_interval_secs": "engine.checkpoint_entry_interval_s",
+    "storage_engine.checkpoint_max_age_secs": "engine.checkpoint_entry_age_max_s",
     "storage_engine.shipping_interval_secs": "shipping.interval_s",
     "storage_engine.shipping_batch_size": "shipping.batch_segments_max",
     "storage_engine.s3_compression": "wal.compression",
@@ -321,20 +354,69 @@ SPELLINGS = {
     "storage_engine.s3_prefix": "tier.prefix",
     "storage_engine.s3_regions": "tier.regions",
     "storage_engine.s3_replication_mode": "tier.replication",
+    "cloud.backend": "tier.kind",
+    "cloud.root": "tier.root",
     "deleter.check_interval_minutes": "retention.check_interval_s",
     "deleter.retention_time_minutes": "retention.age_max_s",
     "deleter.retention_size_mb": "retention.bytes_max",
 }
 # What a plain number counts where another spelling ends with its unit.
 UNITS = {"_minutes": "min", "_mb": "MiB"}
+# The names that the reference documents have for what an S3 store takes.
+OPTION_SPELLINGS = {"access_key": "access_key_id", "secret_key": "secret_access_key"}
+# All that one of those documents says of storage stands in one section there.
+ALL_SECTIONS = "storage"
+
+
+def _only(name: str, allowed: object, why: str) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        if str(value).lower() != name:
+            raise ValueError(f"must be {json.dumps(allowed)}: {why}")
+        return True
+
+    return check
+
+
+def _is_off(value: object) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return str(value).lower() == "false"
+
+
+def _never(parse: Callable[[object], object]) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        parse(value)
+        return False
+
+    return check
+
+
+NO_COMPACTION = "there is no compaction yet: these keys are not used"
+# Keys of the reference documents that have no counterpart: whether things are as a value says (it raises for
+# what is no value at all), and what is said where they are not.
+ACCEPTED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "storage_engine.eviction_policy": (_only("lru", "lru", "there is one policy"), ""),
+    "storage_engine.page_size": (_never(parse_bytes), "pages end at boundary keys: this key is not used"),
+    "storage_engine.compaction_enabled": (_is_off, NO_COMPACTION),
+    "storage_engine.compaction_interval_secs": (_never(parse_some_seconds), NO_COMPACTION),
+    "storage_engine.compaction_size_threshold": (_never(parse_bytes), NO_COMPACTION),
+    "wal.file_name": (_never(_path), "the files of a log have names of their own: this key is not used"),
+    "cloud_reader.fetch_chunk_size": (
+        lambda value: parse_bytes(value) == 4 * MIB,
+        "4 MiB are fetched at once: this key is not used",
+    ),
+    "cloud_reader.enable_ranged_reads": (_only("true", True, "they cannot be switched off"), ""),
+}
+# How much of a variable's name has to be that of a key for it to be taken for a slip.
+VARIABLE_IS_CLOSE = 0.9
 # What is longer is no configuration: a device has no end.
 FILE_BYTES_MAX = 2**20
 CACHE_CAPACITY = "wal.cache_capacity"
 # What a store takes beside its URI has names of its own below this one.
 OPTIONS = "tier.options"
 SECTIONS = (
-    *("deleter", "engine", "retention", "shipping", "storage_engine", "tier"),
-    *(OPTIONS, "uploader", "versions", "wal"),
+    *("cloud", "cloud.options", "cloud_reader", "deleter", "engine", "retention", "shipping"),
+    *("storage", "storage_engine", "tier", OPTIONS, "uploader", "versions", "wal"),
 )
 KEYS = [
     *(f"wal.{name}" for name in WalConfig.model_fields),
@@ -356,7 +438,7 @@ class Setting:
     path: str | None
 
     def __str__(self) -> str:
-        if f".{OPTIONS}." in f".{self.name.lower().replace('__', '.').replace(ENV_PREFIX.lower(), '')}":
+        if ".options." in self.name.lower().replace("__", "."):
             return self.name  # what it is set to may be a secret
         written = json.dumps(
             without_secrets(self.written) if isinstance(self.written, str) else self.written, default=str
@@ -366,6 +448,14 @@ class Setting:
 
 # The settings from one place, by the name of their key.
 Layer = dict[str, Setting]
+
+ONE_FORM = (
+    "segments lie here as they were written, and in the store in one form, none or zstd, which the log "
+    "records so that all replicas make the same bytes: give both one value"
+)
+HINTS = {
+    "tier.regions": 'write each as the URI of a store: "s3://bucket/prefix?region=eu-west-1"',
+}
 
 
 def _layer(
@@ -377,27 +467,50 @@ def _layer(
 ) -> Layer:
     """Settings by their keys, whatever spelling was `given`. `spell` names a key as this place does."""
     layer: Layer = {}
-    for key, written in given:
+    unused: dict[str, list[str]] = {}
+    for spelled, written in given:
+        key = _ours(spelled)
         if key in SECTIONS:
             if written != {}:
-                raise InvalidConfig(f"{spell(key)} is a section, not a value", path=path, hint=HINT)
+                raise InvalidConfig(f"{spell(spelled)} is a section, not a value", path=path, hint=HINT)
             continue
-        if key not in (*KEYS, *SPELLINGS, CACHE_CAPACITY) and not re.fullmatch(rf"{OPTIONS}\.\w+", key):
-            known = [spell(name) for name in (*KEYS, *SPELLINGS, CACHE_CAPACITY)]
-            nearest = difflib.get_close_matches(spell(key), known, n=1, cutoff=0)[0]
+        known = (*KEYS, *SPELLINGS, *ACCEPTED, CACHE_CAPACITY)
+        if key not in known and not re.fullmatch(rf"{OPTIONS}\.\w+", key):
+            nearest = difflib.get_close_matches(spell(spelled), map(spell, known), n=1, cutoff=0)[0]
             raise InvalidConfig(
-                f"unknown key {spell(key)}", path=path, hint=f"the nearest known key is {nearest}"
+                f"unknown key {spell(spelled)}", path=path, hint=f"the nearest known key is {nearest}"
             )
-        value = _substituted(written, spell(key), path) if substitute else written
+        value = _substituted(written, spell(spelled), path) if substitute else written
         unit = next((unit for end, unit in UNITS.items() if key in SPELLINGS and key.endswith(end)), None)
         if unit is not None and re.fullmatch(r"[\d.]+", str(value).strip()):
             value = f"{value} {unit}"
-        setting = Setting(value, spell(key), written, path)
+        setting = Setting(value, spell(spelled), written, path)
+        if key in ACCEPTED:
+            is_so, remark = ACCEPTED[key]
+            try:
+                if not is_so(value):
+                    unused.setdefault(remark, []).append(setting.name)
+            except ValueError as error:
+                raise InvalidConfig(f"{setting} {error}", path=path, hint=HINT) from None
+            continue
         canonical = _cache_key(value) if key == CACHE_CAPACITY else SPELLINGS.get(key, key)
         other = layer.setdefault(canonical, setting)
         if other.value != value:
-            raise InvalidConfig(f"{other} and {setting} are one key", path=path, hint="keep one of the two")
+            hint = ONE_FORM if canonical == "wal.compression" else "keep one of the two"
+            raise InvalidConfig(f"{other} and {setting} are one key", path=path, hint=hint)
+    for remark, names in unused.items():
+        _logger.warning(remark, keys=", ".join(names))
     return layer
+
+
+def _ours(key: str) -> str:
+    """A key without the section around all of them, and with our names for the options of a store."""
+    key = key.removeprefix(f"{ALL_SECTIONS}.")
+    for options in ("cloud.options.", f"{OPTIONS}."):
+        if key.startswith(options):
+            name = key.removeprefix(options)
+            return f"{OPTIONS}.{OPTION_SPELLINGS.get(name, name)}"
+    return key
 
 
 def _cache_key(value: object) -> str:
@@ -445,12 +558,24 @@ def _file(path: str | os.PathLike[str]) -> Layer:
 
 
 def _environment() -> Layer:
-    given = [
-        (name.removeprefix(ENV_PREFIX).lower().replace("__", "."), value)
-        for name, value in sorted(os.environ.items())
-        if name.startswith(ENV_PREFIX)
-    ]
-    return _layer(given, spell=lambda key: ENV_PREFIX + key.upper().replace(".", "__"))
+    """What the variables of our sections say. Others are left alone: Kubernetes makes some for a service that
+    is called as we are."""
+    given: list[tuple[str, object]] = []
+    for variable, value in sorted(os.environ.items()):
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+        if "." in key and key.partition(".")[0] in SECTIONS:
+            given.append((key, value))
+            continue
+        known = map(_variable, (*KEYS, *SPELLINGS, *ACCEPTED, CACHE_CAPACITY))
+        if nearest := difflib.get_close_matches(variable, known, n=1, cutoff=VARIABLE_IS_CLOSE):
+            _logger.warning("this variable is not read", variable=variable, nearest=nearest[0])
+    return _layer(given, spell=_variable)
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def _substituted(value: object, name: str, path: str | None) -> object:
@@ -479,12 +604,14 @@ def _invalid(error: ValidationError, layers: list[Layer]) -> InvalidConfig:
     """Everything that is wrong, in one error."""
     reasons: list[str] = []
     path = None
+    hint = HINT
     for problem in error.errors():
         key = ".".join(map(str, problem["loc"]))
         setting = next((layer[key] for layer in layers if key in layer), None)
         reasons.append(f"{setting or f'{key}:'} {_reason(key, problem)}")
         path = path or (setting.path if setting else None)
-    return InvalidConfig("; ".join(reasons), path=path, hint=HINT)
+        hint = HINTS.get(key, hint)
+    return InvalidConfig("; ".join(reasons), path=path, hint=hint)
 
 
 def _reason(key: str, problem: ErrorDetails) -> str:

@@ -490,6 +490,19 @@ def test_check_misses_a_large_value_that_the_log_lost(tmp_path: Path) -> None:
     assert any("large value" in finding["what"] for finding in document["findings"])
 
 
+def test_a_command_that_reads_changes_no_setting_of_the_log(path: str, tmp_path: Path) -> None:
+    """A look is no change, whatever the configuration asks for; the first write is one."""
+    config = tmp_path / "lowwater.toml"
+    config.write_text('[wal]\ncompression = "none"\n')
+    for command in ("get", "history", "ls", "root"):
+        assert run("--config", str(config), *arguments_of(command, path)).exit_code == 0
+    with lowwater.open(path) as db:
+        assert "settings" not in [entry.kind for entry in db.log()]
+    assert run("--config", str(config), "put", path, "b", "new", stdin=b"x").exit_code == 0
+    with lowwater.open(path) as db:
+        assert [entry.kind for entry in db.log()].count("settings") == 1
+
+
 def test_the_configuration_says_where_the_log_is(tmp_path: Path) -> None:
     """Commands that read its files must look there too."""
     (tmp_path / "lowwater.toml").write_text(f'[wal]\ndir = "{tmp_path}/elsewhere"\n')

@@ -119,3 +119,14 @@ def test_a_clone_whose_archive_is_gone_says_which_it_needs(archive: Archive, tmp
     with pytest.raises(LowwaterError) as caught, lowwater.open(to) as db:
         list(db.scan("b"))
     assert f"{tmp_path}/store" in str(caught.value)
+
+
+def test_commands_find_a_log_that_was_restored_elsewhere(archive: Archive, tmp_path: Path) -> None:
+    """By what the directory has recorded: nobody names the configuration of the restore again."""
+    config = tmp_path / "lowwater.toml"
+    config.write_text(f'[wal]\ndir = "{tmp_path}/fast"\n')
+    copy = str(tmp_path / "copy")
+    assert run("--config", str(config), "restore", archive.uri, copy).exit_code == 0
+    assert not (tmp_path / "copy" / "wal").exists()
+    for command in (["ls", copy], ["root", copy], ["check", copy], ["log", "inspect", f"{tmp_path}/fast"]):
+        assert run(*command).exit_code == 0, command

@@ -779,6 +779,32 @@ def test_entries_are_ordered_from_time_to_time() -> None:
     db.close()
 
 
+def test_where_little_has_changed_a_checkpoint_waits_until_the_last_one_is_old() -> None:
+    """`checkpoint_max_age_secs` of the reference plan, beside `checkpoint_interval_secs`."""
+    machine = Machine(clock=VirtualClock())
+    machine.open().close()
+    db = open_with(
+        "db",
+        log_options=machine.log_options,
+        options=EngineOptions(checkpoint_entry_interval_s=10, checkpoint_entry_age_max_s=60),
+        seams=machine.seams(),
+        store=_reopened(machine),
+        create=False,
+    )
+    machine.db = db
+    db.create_bucket("b")
+    machine.idle(50)
+    assert db.checkpoints() == []
+    machine.idle(11)
+    first = newest(db).seq
+    machine.idle(100)
+    assert newest(db).seq == first == db.marks().applied
+    db.put("b", "k", bytes(1_100_000))
+    machine.idle(11)
+    assert newest(db).seq > first, "much has changed: the interval counts"
+    db.close()
+
+
 def test_entries_are_ordered_by_the_length_of_the_log() -> None:
     """Recovery from the archive reads what came after the last one."""
     machine = Machine(clock=VirtualClock(), log_options=LogOptions(segment_bytes=16_384, block_bytes=4096))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 import lowwater
+from lowwater.chaos.clock import VirtualClock
 from lowwater.engine import transactions
 from lowwater.engine.database import Database, EngineOptions
 from lowwater.engine.log import Seams
 from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
+from lowwater.engine.transactions import Transaction
 from lowwater.errors import (
     Conflict,
     Deadlock,
@@ -383,3 +386,168 @@ def test_a_transaction_larger_than_memory_commits_and_aborts(tmp_path: Path) -> 
     with lowwater.open(tmp_path) as db:
         assert db.root() == root
         assert list(db.check()) == []
+
+
+# ---------------------------------------------------------------------------- those that nobody ends
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Give way to other threads until something that must happen has happened."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.01)
+
+
+SMALL = {
+    "engine": {"pool_bytes_max": "1 MiB"},
+    "wal": {"rotate_max_bytes": "64 KiB"},
+    "retention": {"age_max_s": 0, "check_interval_s": "50 ms"},
+}
+
+
+def left_open(db: Database) -> Transaction:
+    """A transaction of which a part is in the log, and the whole log after it has to stay."""
+    txn = db.transaction(lock_timeout_s=0)
+    for number in range(40):
+        txn.put("b", f"{number}", bytes(10_000))
+    return txn
+
+
+def test_a_transaction_whose_handle_is_gone_is_aborted(tmp_path: Path) -> None:
+    """A function that returned early, or a task that was cancelled, held the log's purging at its first
+    entry, and its keys, until the end of the process."""
+    with lowwater.open(tmp_path / "db", tier=f"{tmp_path}/archive", config=SMALL) as db:
+        db.create_bucket("b")
+        txn = left_open(db)
+        db.put("b", "other", bytes(70_000))
+        assert "begin" in [entry.kind for entry in db.log()]
+        del txn
+        gc.collect()
+        until(lambda: db.metrics().get_sample_value("lowwater_transactions_aborted_total") == 1)
+        with db.transaction(lock_timeout_s=0) as txn:
+            txn.put("b", "1", b"free")
+        db.ship()
+        db.flush()
+        until(lambda: db.marks().purged > 3)
+        assert [found.key for found in db.scan("b")] == ["1", "other"]
+        assert list(db.check()) == []
+
+
+@pytest.fixture
+def aging() -> Iterator[tuple[Database, VirtualClock]]:
+    """A database whose transactions get old when a test says so."""
+    clock = VirtualClock()
+    with open_with(
+        "memory",
+        seams=Seams(files=MemoryFiles(), clock=clock),
+        store=MemoryPages(),
+        options=EngineOptions(pool_bytes_max=2**20),
+    ) as database:
+        database.create_bucket("b")
+        yield database, clock
+
+
+def grow_old(aging: tuple[Database, VirtualClock]) -> None:
+    """Beyond what the default allows, until the background has seen it."""
+    db, clock = aging
+    aborted = db.measured.transactions_aborted
+    clock.advance(3601)
+    until(lambda: db.measured.transactions_aborted > aborted)
+
+
+def test_a_transaction_that_is_open_for_too_long_is_aborted(aging: tuple[Database, VirtualClock]) -> None:
+    """Whoever holds its handle is told so, whatever he does next: above all at the end of a `with`."""
+    db, clock = aging
+    txn = left_open(db)
+    clock.advance(3500)
+    assert txn.get("b", "1").value == bytes(10_000)
+    grow_old(aging)
+
+    def use(error: Exception | None = None) -> None:
+        with left_open(db):
+            grow_old(aging)
+            if error is not None:
+                raise error
+
+    with pytest.raises(TransactionEnded, match="open for more than 3600 s"):
+        use()
+    with pytest.raises(ValueError, match="the block's own"):
+        use(ValueError("the block's own"))
+    for call in (
+        lambda: txn.get("b", "1"),
+        lambda: txn.put("b", "1", b""),
+        txn.savepoint,
+        lambda: list(txn.scan("b")),
+        txn.commit,
+        txn.abort,
+    ):
+        with pytest.raises(TransactionEnded) as caught:
+            call()
+        assert "transaction_age_max_s" in caught.value.hint
+    with db.transaction(lock_timeout_s=0) as other:
+        other.put("b", "1", b"free")
+    assert [found.key for found in db.scan("b")] == ["1"]
+    assert [entry.kind for entry in db.log()].count("abort") == 3
+
+
+def test_a_scan_of_a_transaction_that_is_aborted_meanwhile_says_so(
+    aging: tuple[Database, VirtualClock],
+) -> None:
+    """Nobody keeps its versions any more: what comes next may lack keys."""
+    db, _ = aging
+    db.put_many("b", [(f"{number:03}", b"") for number in range(100)])
+    txn = db.transaction()
+    found = txn.scan("b")
+    next(found)
+    grow_old(aging)
+    with pytest.raises(TransactionEnded):
+        next(found)
+
+
+@pytest.mark.parametrize("age_max", ["1 ms", "none"])
+def test_how_old_a_transaction_may_get_is_configured(tmp_path: Path, age_max: str) -> None:
+    """An application knows how long its own take."""
+    config = {"engine": {"transaction_age_max_s": age_max}}
+    with lowwater.open(tmp_path / "db", config=config) as db:
+        txn = db.transaction()
+        if age_max == "1 ms":
+            until(lambda: db.metrics().get_sample_value("lowwater_transactions_aborted_total") == 1)
+            with pytest.raises(TransactionEnded):
+                txn.commit()
+        else:
+            txn.commit()
+
+
+def test_threads_whose_transactions_grow_too_old_lose_no_commit(tmp_path: Path) -> None:
+    """Whoever commits in that moment has committed, or is told that nothing of it is there."""
+    config = {"engine": {**SMALL["engine"], "transaction_age_max_s": "50 ms"}}
+    outcomes: dict[str, bool] = {}
+    with lowwater.open(tmp_path / "db", config=config) as db:
+        db.create_bucket("b")
+
+        def work(thread: int) -> None:
+            pause = threading.Event()
+            for number in range(6):
+                name = f"{thread}-{number}"
+                txn = db.transaction()
+                try:
+                    for part in range(30):
+                        txn.put("b", f"{name}-{part}", bytes(10_000))
+                    pause.wait(0.02 * number)
+                    txn.commit()
+                except TransactionEnded:
+                    outcomes[name] = False
+                else:
+                    outcomes[name] = True
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == 18
+        for name, is_there in outcomes.items():
+            assert len(list(db.scan("b", prefix=f"{name}-"))) == (30 if is_there else 0)
+        assert list(db.check()) == []
+    with lowwater.open(tmp_path / "db") as db:
+        assert db.aborted == 0, "none of them was left open"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import lowwater
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
@@ -334,6 +336,102 @@ def test_memory_acknowledgements_wait_for_the_interval_and_no_longer() -> None:
     machine.append_in_memory(machine.put(1))
     assert machine.log.sync() == 6
     assert machine.log.sync() == 6
+
+
+TEN_MINUTES = {"wal": {"fsync_interval_ms": "10 min"}}
+
+
+def syncs_of(log: Log) -> float:
+    return log.registry.get_sample_value("storage_wal_write_duration_seconds_count") or 0
+
+
+@pytest.mark.parametrize("way", ["append", "submit", "coroutine"])
+def test_a_durable_append_waits_for_others_to_join_its_sync(tmp_path: Path, way: str) -> None:
+    """`wal.fsync_interval_ms` says how long. Opening a log waits for nobody, and `sync` ends the waiting."""
+    with Log.open(tmp_path / "log", config=TEN_MINUTES) as log:
+        syncs = syncs_of(log)
+
+        def append() -> None:
+            if way == "append":
+                log.append(put())
+            elif way == "submit":
+                log.submit(put()).result()
+            else:
+                asyncio.run(log.append_async(put()))
+
+        waiting = []
+        for number in range(5):
+            waiting.append(in_thread(append))
+            until(lambda number=number: log.seq_last == 2 + number)
+        assert log.seq_durable == 1
+        assert log.sync() == 6
+        for each in waiting:
+            each.result()
+        assert syncs_of(log) == syncs + 1
+
+
+def test_a_full_batch_of_durable_appends_waits_for_no_more(tmp_path: Path) -> None:
+    """Group commit by time and size: whichever comes first."""
+    config = {"wal": {"fsync_interval_ms": "10 min", "fsync_max_batch_bytes": 5000}}
+    with Log.open(tmp_path / "log", config=config) as log:
+        waiting = []
+        for number in range(4):
+            waiting.append(in_thread(lambda: log.append(put(1500))))
+            until(lambda number=number: log.seq_last >= 2 + number)
+        for each in waiting[:3]:
+            each.result()
+        assert log.seq_durable >= 4
+        log.close()
+        waiting[3].result()
+    with Log.open(tmp_path / "log") as log:
+        assert log.seq_durable == 5
+
+
+def test_a_durable_append_that_nobody_joins_goes_out_when_its_time_has_come(tmp_path: Path) -> None:
+    """By itself, once and again, and from several threads."""
+    with Log.open(tmp_path / "log", config={"wal": {"fsync_interval_ms": 5}}) as log:
+        assert log.append(put()) == 2
+        threads = [in_thread(lambda: [log.append(put()) for _ in range(20)]) for _ in range(4)]
+        for each in threads:
+            each.result()
+        assert log.append(put()) == 83
+
+
+def test_an_interrupt_while_others_may_join_loses_nothing(tmp_path: Path) -> None:
+    """Nothing is being written then: the log goes on, and the entry is written by somebody else."""
+    with Log.open(tmp_path / "log", config=TEN_MINUTES) as log:
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            main = threading.main_thread().ident
+            assert main is not None
+
+            def interrupt_main() -> None:
+                until(lambda: log.wal._gathering)
+                signal.pthread_kill(main, signal.SIGINT)
+
+            thread = in_thread(interrupt_main)
+            with pytest.raises(KeyboardInterrupt):
+                log.append(put())
+            thread.result()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        assert log.sync() == 2
+        assert [entry.kind for entry in log.read()] == ["create", "put"]
+
+
+def test_an_answer_that_rests_on_a_waiting_write_ends_the_waiting(tmp_path: Path) -> None:
+    """A reader waits for no writer to come, nor does what the database writes for itself."""
+    with lowwater.open(tmp_path / "db", config=TEN_MINUTES) as db:
+        done = in_thread(lambda: db.create_bucket("b"))
+        until(lambda: db.marks().applied >= 2)
+        assert list(db.buckets()) == ["b"]
+        done.result()
+        done = in_thread(lambda: db.put("b", "k", b"v"))
+        until(lambda: db.marks().applied >= 3)
+        assert db.marks().durable == 2
+        assert db.get("b", "k").value == b"v"
+        done.result()
+        db.checkpoint()
 
 
 def test_a_full_batch_of_memory_acknowledgements_does_not_wait_for_the_interval() -> None:

@@ -196,6 +196,59 @@ def test_an_endpoint_that_does_not_answer_holds_up_no_database_that_has_shipped(
         assert db.get("b", "k").value == b"v"
 
 
+@pytest.mark.parametrize("scheme", ["file", "shared_fs"])
+def test_a_folder_that_is_away_holds_up_no_database(tmp_path: Path, scheme: str) -> None:
+    """A share that is not mounted is a store that is down: nothing is made in its place, and when it is back,
+    shipping goes on where it was."""
+    share = tmp_path / "share"
+    (share / "archive").mkdir(parents=True)
+    tier = f"{scheme}://{share}/archive"
+    with lowwater.open(tmp_path / "db", tier=tier) as db:
+        db.create_bucket("b")
+        hwm = db.ship()
+    for away in (share / "archive", share):
+        away.rename(tmp_path / "unmounted")
+        with lowwater.open(tmp_path / "db", tier=tier, config={"shipping": {"interval_s": "50 ms"}}) as db:
+            db.put("b", str(away), b"v")
+            with pytest.raises(StoreUnavailable, match="away") as caught:
+                db.ship(timeout=0.1)
+            assert "mount" in caught.value.hint
+            assert "away" in str(db.shipping().as_dict())
+            assert not away.exists()
+            (tmp_path / "unmounted").rename(away)
+            assert db.ship(timeout=60) > hwm
+            hwm = db.marks().hwm
+    share.rename(tmp_path / "unmounted")
+    share.write_bytes(b"no folder")
+    with lowwater.open(tmp_path / "db", tier=tier) as db:
+        assert db.marks().hwm >= hwm
+        assert db.get("b", str(share)).value == b"v"
+
+
+def test_a_new_folder_is_made_for_an_archive_that_begins(tmp_path: Path) -> None:
+    """By its plain path; but not below one that is missing, where something may not be mounted."""
+    lowwater.open(tmp_path / "db").close()
+    tier = f"file://{tmp_path}/mount/archive"
+    config = {"shipping": {"interval_s": "50 ms"}, "tier": {"uri": tier, "regions": [f"{tmp_path}/other"]}}
+    with lowwater.open(tmp_path / "db", config=config) as db:
+        db.create_bucket("b")
+        with pytest.raises(StoreUnavailable):
+            db.ship(timeout=0.1)
+        assert not (tmp_path / "mount").exists()
+        (tmp_path / "mount").mkdir()
+        assert db.ship(timeout=60) > 0
+    for folder in ("mount/archive", "other"):
+        assert (tmp_path / folder / "cluster.cbor").exists()
+
+
+@pytest.mark.parametrize("make", [lowwater.open, lowwater.Engine])
+def test_nothing_is_made_beside_a_share_that_is_away(tmp_path: Path, make: Any) -> None:
+    """Its history may be there: a new database would begin another one."""
+    with pytest.raises(lowwater.errors.StoreMissing):
+        make(tmp_path / "db", tier=f"shared_fs://{tmp_path}/share")
+    assert not (tmp_path / "db").exists()
+
+
 def test_the_tier_can_stand_in_the_configuration(tmp_path: Path) -> None:
     """Also in the reference plan's words."""
     with lowwater.open(tmp_path / "db", config={"tier": {"uri": f"file://{tmp_path}/archive"}}) as db:

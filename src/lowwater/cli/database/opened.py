@@ -11,8 +11,8 @@ import lowwater
 from lowwater.cli.output import end_on_sigterm
 from lowwater.config import Config
 from lowwater.engine.database import Database
-from lowwater.engine.directory import LOG_DIRECTORY, typed_errors
-from lowwater.engine.origin import read_origin
+from lowwater.engine.directory import typed_errors
+from lowwater.engine.origin import log_directory_of, read_origin
 from lowwater.engine.ownership import read_owner
 from lowwater.engine.reading import Reading
 from lowwater.engine.real import RealFiles
@@ -47,7 +47,8 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
         if config.tier.store_uri() is None:
             config = with_origin(config, origin)
         end_on_sigterm(ctx)
-        with open_to_read(path, open_store(config=config.tier)) as core:
+        store = open_store(config=config.tier)
+        with open_to_read(path, store, log_directory=log_directory(ctx, path)) as core:
             yield core
         return
     directory = log_directory(ctx, path)
@@ -58,10 +59,20 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
         with lowwater.Engine(path, config=ctx.find_root().obj) as engine:
             yield engine
     else:
-        with opened_to_write(ctx, path) as db:
+        end_on_sigterm(ctx)
+        with lowwater.open(
+            path, config=_without_settings(Config.load(ctx.find_root().obj)), create=False
+        ) as db:
             yield db
 
 
+def _without_settings(config: Config) -> Config:
+    """Who only reads changes no setting of a log."""
+    given = config.model_dump(exclude_unset=True)
+    for key in ("rotate_max_bytes", "compression"):
+        given.get("wal", {}).pop(key, None)
+    return Config.load(Config(**given))
+
+
 def log_directory(ctx: click.Context, path: str) -> str:
-    configured = Config.load(ctx.find_root().obj).wal.dir
-    return f"{path}/{LOG_DIRECTORY}" if configured is None else str(configured)
+    return log_directory_of(RealFiles(), path, Config.load(ctx.find_root().obj).wal.dir)

@@ -9,7 +9,7 @@ import click
 from lowwater.cli.output import json_option, number, print_json, size, time
 from lowwater.cli.tier.opened import opened_store
 from lowwater.config import Config
-from lowwater.engine.directory import LOG_DIRECTORY
+from lowwater.engine.origin import log_directory_of
 from lowwater.engine.real import RealFiles
 from lowwater.errors import InvalidConfig
 from lowwater.tiering.checking import is_archive
@@ -35,7 +35,7 @@ def status(ctx: click.Context, place: str, uri: str | None, as_json: bool) -> No
             raise click.UsageError("--tier belongs to a directory, and this is an archive already.")
         uri = place
     else:
-        log = f"{place}/{LOG_DIRECTORY}" if config.wal.dir is None else str(config.wal.dir)
+        log = log_directory_of(RealFiles(), place, config.wal.dir)
         uri = uri or config.tier.store_uri()
         if uri is None:
             raise InvalidConfig(
