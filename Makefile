@@ -2,16 +2,26 @@
 
 BIN := .venv/bin
 
+# Every test runs in one of two targets: `test`, which has the fast ones of `check` too, and `test-long`.
+FAST := not slow and not long and not docker
+TEST := not long and not docker
+LONG := long or docker
+
+PYTEST := $(BIN)/pytest -q -n 2 -rs
+
+# Tests start hundreds of interpreters: what they import is compiled once, whatever the shell says of it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help demo check test bench bench-log bench-engine bench-shipping bench-restore bench-spark chaos format clean
+.PHONY: help demo check test test-long bench bench-log bench-engine bench-shipping bench-restore bench-spark chaos format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/dev ## show it at work: a database that comes back from a real S3 server
+demo: .venv/demo ## show it at work: a database that comes back from a real S3 server (a minute)
 	@$(BIN)/python -m lowwater.demo
 
-check: .venv/dev ## formatting, lint, types, import contracts and the fast tests
+check: .venv/dev ## formatting, lint, types, import contracts and the fast tests (3 minutes)
 	@echo "check: formatting"
 	@$(BIN)/ruff format --quiet --diff .
 	@echo "check: lint"
@@ -20,24 +30,25 @@ check: .venv/dev ## formatting, lint, types, import contracts and the fast tests
 	@$(BIN)/mypy
 	@echo "check: import contracts"
 	@$(BIN)/lint-imports --no-logo
-	@echo "check: fast tests"
-	@$(BIN)/pytest -q -n 2 -m "not slow and not docker"
+	@echo "check: the fast tests of each part"
+	@$(PYTEST) -m "$(FAST)"
 	@echo "check passed: formatting, lint, strict types, import contracts and the fast tests all hold."
 
-test: .venv/dev ## all tests, then those that need Docker
-	@echo "test: all tests, the slow ones too"
-	@$(BIN)/pytest -q -n 2
+test: .venv/dev ## every part of it, with the demo, Spark and an S3 server, and without Docker or Java (6 minutes)
+	@echo "test: log, engine, crashes, archive, restore, scrub, Spark, Spark Connect, command line, demo and documents"
+	@$(PYTEST) -m "$(TEST)"
+	@echo "test passed: every part does what the documents say, through crashes, a real S3 server and Spark."
+
+test-long: .venv/dev ## the rest: kills, long models, memory, crashes in full, and the engine not compiled (16 minutes)
+	@echo "test-long: kills, long models, memory and crashes in full, one line a test; then Docker, where it runs"
+	@$(PYTEST) -v -m "$(LONG)"
 	@if $(BIN)/python -c 'import sys; from lowwater.engine.fast import IS_COMPILED; sys.exit(not IS_COMPILED)'; then \
-		echo "test: the engine's fast tests once more, without what is compiled"; \
-		PURE_PYTHON=1 $(BIN)/pytest -q -n 2 -m "not slow and not docker" tests/engine || exit 1; \
+		echo "test-long: the engine's fast tests once more, without what is compiled"; \
+		PURE_PYTHON=1 $(PYTEST) -m "$(FAST)" tests/engine || exit 1; \
+		echo "test-long passed: kills, long models, memory and crashes in full hold, and the engine without its loops."; \
 	else \
-		echo "test: NOTHING IS COMPILED HERE, so compiled loops were not tested: install a C compiler and Python's headers, then 'make clean'"; \
-	fi
-	@if $(BIN)/pytest -q -m docker --collect-only >/dev/null; then \
-		echo "test: tests that need Docker"; $(BIN)/pytest -q -m docker || exit 1; \
-		echo "test passed: all tests hold, and those that need Docker were passed or skipped as said above."; \
-	else \
-		echo "test passed: all tests hold. There are no tests yet that need Docker, so none were run."; \
+		echo "test-long passed: kills, long models, memory and crashes in full hold."; \
+		echo "NOT TESTED: compiled loops. Install a C compiler and Python's headers, then 'make clean'."; \
 	fi
 
 bench: bench-log bench-engine bench-shipping bench-restore bench-spark ## measure everything against its peers
@@ -60,10 +71,11 @@ bench-spark: .venv/bench ## measure Spark over an archive against Parquet of the
 	@$(BIN)/python bench/spark.py --picture build/bench/spark.png
 
 chaos: .venv/dev ## the tests that draw their cases, with as many as have to hold once: more than an hour
-	@MODEL_STEPS=1000000 TIERED_STEPS=160000 LIVES=300 LIVES_TRACED=300 SPARK_ARCHIVES=30 STREAM_KILLS=20 \
+	@MODEL_STEPS=1000000 TIERED_STEPS=160000 LIVES=300 LIVES_TRACED=300 SPARK_ARCHIVES=30 STREAM_KILLS=20 SENDER_ROUNDS=200 \
 		$(BIN)/pytest -q -n 2 --timeout 7200 tests/engine/test_engine_model.py tests/tiering/test_tiered_model.py \
-		tests/chaos tests/spark/test_frames.py tests/spark/test_building.py tests/spark/test_stream_kill.py
-	@echo "chaos passed: models, lives, Spark's replays and its killed streams hold, with long runs of each."
+		tests/tiering/test_senders.py tests/chaos tests/spark/test_frames.py tests/spark/test_building.py \
+		tests/spark/test_stream_kill.py
+	@echo "chaos passed: models, lives, senders, Spark's replays and its killed streams hold, with long runs of each."
 
 format: .venv/dev ## write the formatting, and what lint can correct
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
@@ -74,30 +86,19 @@ clean: ## remove .venv and all that was built or cached
 
 LOOPS := $(wildcard engine/_fast*.[ch])
 
-.venv/dev: pyproject.toml setup.py $(LOOPS) tests/spark/connect.txt
+.venv/demo: pyproject.toml setup.py $(LOOPS) .ci/install.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
-		for python in python3.11 python3.12 python3.13 python3; do \
-			if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-				if $$python -c 'import ensurepip, venv' 2>/dev/null; then break; fi; \
-				bare=$$python; \
-			fi; \
-			python=; \
-		done; \
-		if [ -z "$$python" ] && [ -n "$$bare" ]; then \
-			echo "error: $$bare has no venv module. On Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; \
-		elif [ -z "$$python" ]; then \
-			echo "error: no Python 3.11 or newer was found. On Debian or Ubuntu: apt-get install python3 python3-venv" >&2; exit 1; \
-		fi; \
+		python=$$(.ci/python) || exit 1; \
 		echo ".venv: making it with $$($$python --version)"; \
 		$$python -m venv --clear .venv; \
 	}
-	@echo ".venv: installing lowwater and what its tests need (the first time takes a minute)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target .venv/connect -r tests/spark/connect.txt
-	@$(BIN)/python -c 'from lowwater.engine.fast import IS_COMPILED as yes; print(".venv: ready,", "with its loops compiled" if yes else "without a C compiler: writes are slower")'
+	@$(BIN)/python .ci/install.py demo
+	@touch $@
+
+.venv/dev: .venv/demo tests/spark/connect.txt
+	@$(BIN)/python .ci/install.py dev
 	@touch $@
 
 .venv/bench: .venv/dev
-	@echo ".venv: installing what the benchmark compares with"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@$(BIN)/python .ci/install.py bench
 	@touch $@

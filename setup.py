@@ -1,8 +1,29 @@
-"""What `pyproject.toml` cannot say yet: the compiled loops, without which everything works as well."""
+"""What `pyproject.toml` cannot say yet: the compiled loops, without which everything works as well.
+
+A wheel without them is one for any platform, and says so. pip keeps what it has built of a source
+distribution, or of a repository at a full commit hash, under the address that it came from, and serves each
+wheel there whose tags fit. By its tag the compiled one comes first wherever both are, in that cache or in a
+folder of wheels, and neither takes the place of the other. No tag that fits has pip build again once there is
+a compiler: a wheel without loops is served as long as it is alone. `pip cache remove lowwater` ends that.
+"""
+
+import os
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+
+
+class Wheel(bdist_wheel):
+    def run(self):
+        # Whether an optional extension is there is known when it was tried.
+        self.run_command("build")
+        built = self.get_finalized_command("build_ext").get_outputs()
+        self.root_is_pure = not any(map(os.path.exists, built))
+        super().run()
+
 
 setup(
+    cmdclass={"bdist_wheel": Wheel},
     ext_modules=[
         # Where there is no compiler, or no headers of Python, it is left out.
         Extension(
@@ -13,5 +34,5 @@ setup(
             extra_compile_args=["-O3", "-fvisibility=hidden"],
             optional=True,
         )
-    ]
+    ],
 )

@@ -205,17 +205,27 @@ class Database(Reading):
         self._wake_flusher()
         return ticket
 
-    def create_bucket(self, bucket: str) -> int:
-        """Make a bucket. Raises AlreadyExists where there is one."""
+    def create_bucket(self, bucket: str, exist_ok: bool = False) -> int:
+        """Make a bucket, and return its seq. Where there is one, raises AlreadyExists, or, with `exist_ok`,
+        writes nothing and returns the seq of that."""
         format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
+        found: int | None = None
 
         def decide() -> None:
+            nonlocal found
             if bucket in self._state.buckets:
                 self._await(self._state.buckets_seq)
-                raise AlreadyExists(f"there is a bucket {bucket!r} already", hint="choose another name")
+                found = self._state.buckets[bucket].seq
+                hint = "choose another name, or say exist_ok=True"
+                raise AlreadyExists(f"there is a bucket {bucket!r} already", hint=hint)
 
         entry = CreateBucket(bucket)
-        return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
+        try:
+            return self._write(lambda _, time_us: [entry.encode(time_us)], (), None, decide)
+        except AlreadyExists:
+            if not exist_ok or found is None:
+                raise
+            return found
 
     def delete_bucket(self, bucket: str) -> int:
         """Delete an empty bucket."""

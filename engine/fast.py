@@ -73,18 +73,23 @@ def _not_here(*_: Any) -> Any:
     return NotImplemented
 
 
-def _compiled() -> Any:
+def _compiled() -> tuple[Any, str]:
+    """The module, or None; and why there is none."""
     if os.environ.get("PURE_PYTHON"):
-        return None
+        return None, "PURE_PYTHON is set"
     try:
         module = import_module("lowwater.engine._fast")
-    except ImportError:
-        return None
-    # One that was built from older files, in a checkout, is as good as none.
-    return module if getattr(module, "VERSION", 0) == VERSION else None
+    except ModuleNotFoundError:
+        return None, "it was built without a C compiler or Python's headers"
+    except ImportError as error:
+        return None, str(error)
+    # In a checkout.
+    if getattr(module, "VERSION", 0) != VERSION:
+        return None, "they were built from older files: install it again"
+    return module, ""
 
 
-_module = _compiled()
+_module, WHY_NOT_COMPILED = _compiled()
 IS_COMPILED: bool = _module is not None
 
 put_changes: Callable[..., Changes] = _module.put_changes if IS_COMPILED else _put_changes

@@ -51,7 +51,8 @@ class Reading(Core):
             self._require_open()
             self._await(self._state.buckets_seq)
             raise NotFound(
-                f"there is no bucket {bucket!r}", hint="make it with create_bucket, or look at buckets()"
+                f"there is no bucket {bucket!r}",
+                hint="make it with create_bucket or `lowwater put --create`, or look at buckets()",
             ) from None
 
     def _newest(self, bucket: str, key: str, reader: PlaceReader | None = None) -> tuple[Object | None, int]:

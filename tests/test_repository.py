@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +113,52 @@ def test_lint_refuses_each_name_that_has_an_owner() -> None:
                 check=False,
             )
             assert (done.returncode != 0) == refused, f"{path}, {name}: {done.stdout}{done.stderr}"
+
+
+def test_every_test_runs_in_one_of_the_targets() -> None:
+    """A test that no target runs says nothing; one of `make check` alone is missing from `make test`."""
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    tiers = dict(re.findall(r"^(FAST|TEST|LONG) := (.+)$", makefile, re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    options = project["tool"]["pytest"]["ini_options"]
+    assert "-m" not in options["addopts"], "that leaves some out without a word"
+    names = [marker.split(":")[0] for marker in options["markers"]]
+    for marks in itertools.product((False, True), repeat=len(names)):
+        marked = dict(zip(names, marks, strict=True))
+        # These expressions of pytest are Python's.
+        runs = {tier: eval(expression, {}, marked) for tier, expression in tiers.items()}
+        assert runs["TEST"] != runs["LONG"], f"{marked} is in none of them, or in both"
+        assert runs["TEST"] or not runs["FAST"]
+    recipes = {
+        name: makefile.split(f"\n{name}: ")[1].split("\n\n")[0] for name in ("check", "test", "test-long")
+    }
+    for name, tier in (("check", "FAST"), ("test", "TEST"), ("test-long", "LONG")):
+        assert re.findall(r"\$\(PYTEST\)(?: -v)? -m \"\$\((\w+)\)\"$", recipes[name], re.MULTILINE) == [tier]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ci", "code", "said"), [("", 0, "NOT TESTED: Docker's"), ("true", 1, "1 failed")])
+def test_what_needs_docker_is_skipped_aloud_and_fails_in_ci(
+    tmp_path: Path, ci: str, code: int, said: str
+) -> None:
+    """A machine without its engine is no fault of the code; one that must have it does not pass without."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "test_it.py").write_text(
+        "import subprocess, pytest\n"
+        "@pytest.mark.docker\n"
+        "def test_it(): subprocess.run(['docker', 'info'], check=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": "", "CI": ci},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`make demo`: what is built so far, on the real parts, in under two minutes.
+"""`make demo`: what is built so far, on the real parts, in about a minute.
 
 A log whose writer is killed with SIGKILL has all that it acknowledged; two logs that got the same entries in
 different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses
@@ -28,7 +28,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import lowwater
@@ -49,6 +48,18 @@ KEYS = 200_000
 TAIL = 10_000
 FILES, FILE_BYTES = 32, 1_000_000
 BATCH = 100
+
+STEPS = 9
+SAY_EVERY_S = 2.0
+WIDTH = 110
+# How slow the machine is says nothing about the database.
+PATIENCE_S = 600
+
+
+WORDS = (
+    "A seq is an entry's place in history: 1, 2, 3 and so on. A root is a hash of all that the database "
+    "holds: equal roots, equal content. A segment is a file of the log, a page a block of the database."
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -80,12 +91,13 @@ def _supervise() -> int:
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
+    print("demo: starting an S3 server (rclone) on this machine, in a temporary directory", flush=True)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="lowwater-demo-") as directory,
             S3Server(Path(directory, "server")) as server,
         ):
-            tier = {"uri": server.uri("demo"), "options": server.options}
+            tier = {"uri": server.uri("demo"), "options": server.options, "timeout_ms": PATIENCE_S * 1000}
             return _show(directory, {"tier": tier})
     except _Stopped as stopped:
         signum = stopped.args[0]
@@ -120,70 +132,86 @@ class _Demo:
             "engine": {"pool_bytes_max": "64 MiB"},
             "wal": {"sync_mode": "fdatasync", "rotate_max_bytes": "8 MB"},
         }
-        self._console = Console(highlight=False)
-        self._table = Table("what", "figure", "holds")
+        self._console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+        self._claims = Table("what has to hold", "what was seen", "holds")
+        self._figures = Table("what was measured", "figure")
         self._proofs: list[str] = []
         self._fails = 0
+        self._step = 0
+        self._began_s = time.perf_counter()
 
     def run(self) -> int:
         self._survives_a_kill()
         self._same_entries_same_bytes()
         moments = self._comes_back_from_the_server()
         self._replays_in_spark(*moments)
-        self._console.print(self._table)
+        self._console.print(WORDS, self._claims, self._figures, sep="\n")
         if self._fails:
             self._console.print("[red]demo failed: see the table.[/red]")
             return 1
         self._console.print(f"demo passed: {'; '.join(self._proofs)}.")
         return 0
 
-    def _row(self, what: str, figure: str, holds: bool | None = None, proof: str = "") -> None:
-        mark = "" if holds is None else "[green]yes[/green]" if holds else "[red]NO[/red]"
-        self._table.add_row(what, figure, mark)
-        self._fails += holds is False
+    def _begin(self, what: str) -> None:
+        """The same lines with a terminal and without."""
+        self._step += 1
+        self._say(f"step {self._step} of {STEPS}: {what}")
+
+    def _say(self, what: str) -> None:
+        print(f"{time.perf_counter() - self._began_s:5.1f} s  {what}", flush=True)
+
+    def _claim(self, what: str, seen: str, holds: bool, proof: str = "") -> None:
+        self._claims.add_row(what, seen, "[green]yes[/green]" if holds else "[red]NO[/red]")
+        self._fails += not holds
         if proof:
             self._proofs.append(proof)
 
-    def _with_progress(self, what: str, total: int, steps: Iterable[int]) -> float:
+    def _figure(self, what: str, figure: str) -> None:
+        self._figures.add_row(what, figure)
+
+    def _go(self, total: int, steps: Iterable[int], *, done: int = 0) -> float:
         """Go through the steps, each of which says how much it did. Returns the seconds that all took."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task(what, total=total)
-            started_s = time.perf_counter()
-            for done in steps:
-                progress.advance(task, done)
-            return time.perf_counter() - started_s
+        started_s = said_s = time.perf_counter()
+        for count in steps:
+            done += count
+            if time.perf_counter() - said_s >= SAY_EVERY_S:
+                said_s = time.perf_counter()
+                self._say(f"    {done:,} of {total:,}")
+        return time.perf_counter() - started_s
 
     # ------------------------------------------------------------------ the log
 
     def _survives_a_kill(self) -> None:
         directory = self._directory / "killed"
-        with self._console.status("a process writes, and is killed"):
-            writer = subprocess.Popen(
-                [sys.executable, "-m", "lowwater.demo", "--writer", str(directory)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            assert writer.stdout is not None
-            first = int(writer.stdout.readline())
-            time.sleep(WRITER_LIFE_S)
-            writer.send_signal(signal.SIGKILL)
-            lines = writer.stdout.read().splitlines(keepends=True)
-            writer.wait()
+        self._begin(f"a process writes into a log for {WRITER_LIFE_S:g} s, and is killed")
+        writer = subprocess.Popen(
+            [sys.executable, "-m", "lowwater.demo", "--writer", str(directory)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert writer.stdout is not None
+        first = int(writer.stdout.readline())
+        time.sleep(WRITER_LIFE_S)
+        writer.send_signal(signal.SIGKILL)
+        lines = writer.stdout.read().splitlines(keepends=True)
+        writer.wait()
         acknowledged = max([first, *(int(line) for line in lines if line.endswith("\n"))])
         with Log.open(directory) as log:
             seqs = [entry.seq for entry in log.read()]
             sound = not list(log.check())
         holds = seqs == list(range(1, len(seqs) + 1)) and seqs[-1] >= acknowledged and sound
-        self._row(
-            "log: acknowledged before kill -9, found after it",
-            f"{acknowledged:,}, {len(seqs):,}",
+        self._claim(
+            "a log whose writer was ended by kill -9 has all that it had acknowledged",
+            f"{acknowledged:,} entries acknowledged, {len(seqs):,} found: those on their way too",
             holds,
             f"a killed writer lost none of {acknowledged:,} acknowledged entries",
         )
 
     def _same_entries_same_bytes(self) -> None:
         """Two replicas: the same entries, other batches, one of them closed and opened all the time."""
+        self._begin(
+            "two logs get the same entries, in batches of other sizes; then one bit of a copy is flipped"
+        )
         one, two = self._directory / "one", self._directory / "two"
         create = _Encoded(
             create_entry(b"demo" * 4, b"salt" * 4, {"segment_bytes": 1_000_000}).encode(START_US)
@@ -203,9 +231,9 @@ class _Demo:
             for log in (one, two)
         ]
         holds = len(hashes[0]) > 1 and hashes[0] == hashes[1]
-        self._row(
-            "log: two histories of the same entries",
-            f"{len(hashes[0])} segments, byte for byte",
+        self._claim(
+            "two logs of the same entries are the same bytes, whatever their batches",
+            f"{len(hashes[0])} segments of each compared",
             holds,
             f"the same entries gave the same {len(hashes[0])} segments whatever their batches",
         )
@@ -217,9 +245,11 @@ class _Demo:
         data[len(data) // 3] ^= 1
         copy.write_bytes(data)
         findings = list(check_segment(RealFiles(), os.fspath(copy)))
-        where = f"at offset {findings[0].offset:,}: {findings[0].what}" if findings else "not found"
+        where = f"found at offset {findings[0].offset:,}: {findings[0].what}" if findings else "not found"
         holds = bool(findings) and not list(check_directory(RealFiles(), os.fspath(directory)))
-        self._row("log: one flipped bit", where, holds, "a flipped bit was found")
+        self._claim(
+            "a check finds the one bit that was flipped in a copy", where, holds, "a flipped bit was found"
+        )
 
     # ------------------------------------------------------------------ the database, and its archive
 
@@ -228,27 +258,42 @@ class _Demo:
         original = self._directory / "database"
         older_seq, older_root, root = self._write_and_ship(original)
         shutil.rmtree(original)
-        self._row("the directory", "deleted", not original.exists())
+        self._claim(
+            "the database's directory was deleted", "only the S3 server has it now", not original.exists()
+        )
 
         restored = self._directory / "restored"
-        with self._console.status("restoring until the first read is answered"):
-            started_s = time.perf_counter()
-            done = lowwater.restore(self._uri, restored, config=self._config)
-            with lowwater.open(restored, config=self._config) as db:
-                found = db.get("demo", _key(7)).value == _value(7)
-                first_s = time.perf_counter() - started_s
-                self._row(
-                    "first read from the server alone",
-                    f"{first_s:.2f} s, {done.bytes / 1e6:.1f} MB fetched, {done.pages_away:,} pages to come",
-                    found,
-                )
-                self._row("root before and after", f"{root[:16]}… {db.root()[:16]}…", db.root() == root)
-                read_back = all(db.get("files", str(n)).value == _file(n) for n in range(FILES))
-                self._row("large values read back", f"{FILES} × {FILE_BYTES / 1e6:g} MB", read_back)
-                written = db.put("demo", "after", b"it goes on")
-                db.ship()
-                self._row("written and shipped above that", f"seq {written:,}", written > done.seq)
+        self._begin(
+            "the directory is deleted; it is restored from the S3 server until the first read is answered"
+        )
+        started_s = time.perf_counter()
+        done = lowwater.restore(self._uri, restored, config=self._config)
+        with lowwater.open(restored, config=self._config) as db:
+            found = db.get("demo", _key(7)).value == _value(7)
+            first_s = time.perf_counter() - started_s
+            self._claim(
+                "the first read, from the S3 server alone, is right",
+                f"after {first_s:.2f} s, with {done.bytes / 1e6:.1f} MB here, {done.pages_away:,} pages left",
+                found,
+            )
+            self._claim(
+                "the root is that of before",
+                f"before {root[:16]}…, after {db.root()[:16]}…",
+                db.root() == root,
+            )
+            read_back = all(db.get("files", str(n)).value == _file(n) for n in range(FILES))
+            self._claim(
+                "large values are what they were", f"{FILES} × {FILE_BYTES / 1e6:g} MB read", read_back
+            )
+            written = db.put("demo", "after", b"it goes on")
+            db.ship()
+            self._claim(
+                "it goes on: a new write has the next place in history",
+                f"seq {written:,} written and shipped, above seq {done.seq:,}",
+                written > done.seq,
+            )
 
+        self._begin("a full restore beside it: every page is fetched, and the root computed")
         started_s = time.perf_counter()
         copy = lowwater.restore(
             self._uri, self._directory / "full", clone=True, full=True, config=self._config
@@ -260,20 +305,21 @@ class _Demo:
             db.checkpoint()
             db.ship()
             newest = _moment(db, db.checkpoints()[0].seq)
-        self._row(
-            "full restore: every page here, the root computed",
-            f"{full_s:.1f} s, {copy.bytes / 1e6:.1f} MB fetched",
+        self._claim(
+            "a full restore has the same root, and a check of it finds nothing",
+            f"after {full_s:.1f} s, with {copy.bytes / 1e6:.1f} MB fetched",
             same,
         )
 
+        self._begin(f"another restore beside them, as of seq {older_seq:,}")
         beside = self._directory / "older"
         lowwater.restore(self._uri, beside, older_seq, config=self._config)
         with lowwater.open(beside, config=self._config) as db:
             found_root = db.root()
             older = _moment(db, older_seq)
-        self._row(
-            f"restored beside it, as of seq {older_seq:,}",
-            f"{older_root[:16]}… {found_root[:16]}…",
+        self._claim(
+            f"a restore as of seq {older_seq:,} has the root of that moment",
+            f"then {older_root[:16]}…, restored {found_root[:16]}…",
             found_root == older_root,
         )
         self._proofs.append(
@@ -291,33 +337,41 @@ class _Demo:
             "scratch": os.fspath(self._directory / "spark"),
             "seqs": [older.seq, newest.seq],
         }
-        with self._console.status("replaying in Spark"), open(self._directory / "spark.log", "w+") as log:
+        self._begin("Spark starts, and replays what was shipped (the longest step)")
+        with open(self._directory / "spark.log", "w+") as log:
             began_s = time.perf_counter()
-            asked = subprocess.run(
+            asked = subprocess.Popen(
                 [sys.executable, "-m", "lowwater.demo", "--replay", json.dumps(question)],
                 # Where there is no Java, a launcher for the one in the wheel is made there.
                 env={**os.environ, "XDG_CACHE_HOME": os.fspath(self._directory / "cache")},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                check=False,
             )
+            assert asked.stdout is not None
+            found: dict[str, Any] = {}
+            for line in asked.stdout:
+                if line.startswith("{"):
+                    found = json.loads(line)
+                else:
+                    self._say(f"    {line.rstrip()}")
             seconds = time.perf_counter() - began_s
-            if asked.returncode:
+            if asked.wait():
                 log.seek(0)
                 print(log.read(), file=sys.stderr)
-                self._row("replay in Spark", f"ended with code {asked.returncode}", False)
+                self._claim("Spark replays what was shipped", f"it ended with code {asked.returncode}", False)
                 return
-        found = json.loads(asked.stdout)
-        self._row("Spark", f"{found['version']} on Java {found['java']}, {seconds:.1f} s with its start")
-        self._row(
-            f"replayed in Spark: rows as of seq {older.seq:,}",
-            f"{found['rows']:,} rows, {found['digest'][:16]}…",
+        self._figure(
+            f"Spark {found['version']} on Java {found['java']}: start, and both replays", f"{seconds:.1f} s"
+        )
+        self._claim(
+            f"Spark has the rows that the database had as of seq {older.seq:,}",
+            f"{found['rows']:,} rows, with the hash {found['digest'][:16]}…",
             found["digest"] == older.digest,
         )
-        self._row(
-            f"root of seq {newest.seq:,}: by Spark from segments, by us",
-            f"{found['root'][:16]}… {newest.root[:16]}…",
+        self._claim(
+            f"Spark, from segments alone, has the root of seq {newest.seq:,}",
+            f"Spark's {found['root'][:16]}…, the database's {newest.root[:16]}…",
             found["root"] == newest.root,
             f"Spark, reading {found['segments']} shipped segments and nothing else, had the same rows as of "
             f"seq {older.seq:,} and the same root as of seq {newest.seq:,}",
@@ -329,27 +383,40 @@ class _Demo:
             db.create_bucket("demo")
             db.create_bucket("files")
             first_half, tail_from = KEYS // 2, KEYS - TAIL
-            seconds = self._with_progress("writing", KEYS, _puts(db, 0, first_half))
+            self._begin(f"a database writes {tail_from:,} keys while it ships to the S3 server")
+            seconds = self._go(tail_from, _puts(db, 0, first_half))
             older_seq, older_root = db.marks().durable, db.root()
-            seconds += self._with_progress("writing", KEYS, _puts(db, first_half, tail_from))
+            self._say(f"    {first_half:,} of {tail_from:,}: the root of this moment is kept, for later")
+            seconds += self._go(tail_from, _puts(db, first_half, tail_from), done=first_half)
+            self._begin(
+                f"{FILES} large values, of {FILE_BYTES / 1e6:g} MB each, and a checkpoint, are shipped"
+            )
             db.put_many("files", [(str(n), _file(n)) for n in range(FILES)])
-            with self._console.status("making and shipping a checkpoint"):
-                db.checkpoint()
-                db.ship()
-            seconds += self._with_progress("writing a tail above it", TAIL, _puts(db, tail_from, KEYS))
-            self._row("durable puts while it ships", f"{KEYS / seconds:,.0f}/s, {BATCH} a sync")
-            with self._console.status("shipping the rest"):
-                started_s = time.perf_counter()
-                hwm = db.ship()
-                shipped_s = time.perf_counter() - started_s
+            db.checkpoint()
+            db.ship()
+            self._begin(
+                f"{TAIL:,} keys more are written above the checkpoint, and the last of all is shipped"
+            )
+            seconds += self._go(TAIL, _puts(db, tail_from, KEYS))
+            self._figure(
+                "durable puts while it ships",
+                f"{KEYS / seconds:,.0f}/s, with {BATCH} in each write to the disk",
+            )
+            started_s = time.perf_counter()
+            last = db.marks().durable
+            hwm = db.ship()
+            shipped_s = time.perf_counter() - started_s
             status = db.shipping()
             store = open_store(self._uri, options=self._config["tier"]["options"])
             stored = [found.size for found in store.list()]
             store.close()
-            self._row(
-                "wait for the last of it", f"{shipped_s:.2f} s, {hwm:,} seqs shipped", status.error is None
+            self._claim(
+                "all that was written is on the S3 server",
+                f"written up to seq {last:,}, shipped up to seq {hwm:,}",
+                status.error is None and hwm >= last,
             )
-            self._row("on the S3 server", f"{len(stored)} objects, {sum(stored) / 1e6:.1f} MB")
+            self._figure("wait until the last of it was shipped", f"{shipped_s:.2f} s")
+            self._figure("on the S3 server", f"{len(stored)} objects, {sum(stored) / 1e6:.1f} MB")
             return older_seq, older_root, db.root()
 
 
@@ -386,10 +453,14 @@ def _replay(uri: str, options: dict[str, str], scratch: str, seqs: list[int]) ->
             # Nothing is left in /tmp, whatever ends this process. That path may be too long for sockets.
             "spark.driver.extraJavaOptions": f'"-Djava.io.tmpdir={scratch}" -XX:-UsePerfData',
             "spark.python.unix.domain.socket.enabled": False,
+            "spark.python.authenticate.socketTimeout": f"{PATIENCE_S}s",
+            "spark.network.timeout": f"{PATIENCE_S}s",
         }
     )
+    print("it has started, and replays the rows", flush=True)
     state = lowwater.spark.state_as_of(spark, uri, seqs[0], options=options)
     rows = state.select("bucket", "key", "value").orderBy("bucket", "key").toArrow()
+    print(f"{rows.num_rows:,} rows; it builds a checkpoint from segments", flush=True)
     built = lowwater.spark.build_checkpoint(spark, uri, seqs[1], from_segments=True, options=options)
     jvm: Any = spark._jvm
     answer = {
@@ -401,7 +472,7 @@ def _replay(uri: str, options: dict[str, str], scratch: str, seqs: list[int]) ->
         "segments": len(pin(uri, options).segments),
     }
     spark.stop()
-    print(json.dumps(answer))
+    print(json.dumps(answer), flush=True)
     return 0
 
 

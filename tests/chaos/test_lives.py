@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.chaos.lives import ACTIONS, live
+from tests.shares import shares
 
 from lowwater.engine import core
 from lowwater.engine.core import Core
@@ -42,7 +43,7 @@ def test_a_few_lives_lose_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", shares(CHUNKS))
 def test_many_lives_lose_nothing(chunk: int) -> None:
     """Invariants after every action, promises at every restore; and all that can happen did."""
     seen = run(range(chunk, SEEDS, CHUNKS))
@@ -55,7 +56,7 @@ def test_many_lives_lose_nothing(chunk: int) -> None:
         assert seen[what] >= 2, f"{what} was hardly ever seen"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_seed_gives_one_trace_in_four_processes() -> None:
     """Whatever the order of sets and dictionaries: a failure that cannot be repeated helps nobody."""
     program = f"from tests.chaos.lives import digest\nprint(digest(range({TRACED}), {ACTIONS}))"
@@ -152,7 +153,7 @@ def do_not_look_for_rivals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Archive, "require_epoch", lambda *_: None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -215,10 +215,18 @@ def test_put_ships_where_it_is_told_to(tmp_path: Path) -> None:
 def test_put_makes_a_database_only_where_it_is_told_to(tmp_path: Path) -> None:
     """And the bucket with it."""
     path = str(tmp_path / "data")
-    assert run("put", path, "b", "k", stdin=b"x").exit_code == 2
+    for command in ("put", "get", "history", "ls", "root", "checkpoints", "pages", "check"):
+        refused = run(*arguments_of(command, path), stdin=b"x")
+        assert refused.exit_code != 0
+        assert not (tmp_path / "data").exists(), command
+    for command in ("put", "get", "ls", "root"):
+        refused = run(*arguments_of(command, path), stdin=b"x")
+        assert (refused.exit_code, "`lowwater put --create`" in refused.stderr) == (2, True), command
     for value in (b"1", b"2"):
         assert run("put", path, "b", "k", "--create", stdin=value).exit_code == 0
         assert run("get", path, "b", "k").stdout_bytes == value
+    assert "`lowwater put --create`" in run("put", path, "other", "k", stdin=b"x").stderr
+    assert run("ls", path).stdout == "b\n"
 
 
 def test_ls_lists_buckets_and_keys(path: str) -> None:

@@ -211,7 +211,7 @@ def test_a_process_prints_results_and_nothing_of_spark(folder: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -292,7 +292,7 @@ root(sys.argv[1:], prog_name="lowwater")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_jvm_that_is_killed_while_it_is_asked_is_the_same_error(folder: str, tmp_path: Path) -> None:
     """What it has not read makes a reset of the connection: Py4J logs it, and its error says nothing."""
     script = tmp_path / "killed.py"
@@ -309,7 +309,9 @@ def test_a_jvm_that_is_killed_while_it_is_asked_is_the_same_error(folder: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
 def test_a_signal_ends_it_and_all_that_it_started(
     folder: str, tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:

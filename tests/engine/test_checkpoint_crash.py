@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 from tests.engine.engine_model import Driver, Machine, small_limits
 from tests.engine.test_engine_crash import LOSSES, on_failure, reach_failure_point
+from tests.shares import shares
 
 from lowwater.chaos.disk import Fault, Operation, SimulatedCrash
 from lowwater.engine.log import LogOptions
@@ -119,7 +120,7 @@ def crash_and_finish(number: int, *, after: bool, loss: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", shares(CHUNKS))
 def test_a_crash_at_any_operation_leaves_a_whole_checkpoint_or_none(chunk: int) -> None:
     """And the next life makes the one that was asked for, with the same bytes."""
     for number in range(1 + chunk, undisturbed()[0] + 1, CHUNKS):

@@ -449,7 +449,7 @@ def test_replicas_write_the_same_and_answer_alike(seed: int) -> None:
     live_through(seed, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(4))
 def test_200_lives_write_the_same_and_answer_alike(chunk: int) -> None:
     """The same, more often."""

@@ -231,6 +231,21 @@ def test_a_bucket_can_be_deleted_and_made_again(path: str) -> None:
         assert values_of(db) == {}
 
 
+def test_a_bucket_that_may_exist_is_made_once(path: str) -> None:
+    """A program that makes its buckets when it starts may start again, and nothing is written then."""
+    with lowwater.open(path) as db:
+        seq = db.create_bucket("b", exist_ok=True)
+        db.put("b", "k", b"1")
+        applied = db.marks().applied
+        assert db.create_bucket("b", exist_ok=True) == seq < applied == db.marks().applied
+    with lowwater.open(path) as db:
+        assert db.create_bucket("b", exist_ok=True) == seq
+        assert db.create_bucket("c", exist_ok=True) > applied
+        with pytest.raises(AlreadyExists) as caught:
+            db.create_bucket("c")
+        assert "exist_ok=True" in caught.value.hint
+
+
 def test_a_snapshot_keeps_what_could_be_read(path: str) -> None:
     """Through flushes, opening again, and writes to the same keys."""
     with lowwater.open(path) as db:

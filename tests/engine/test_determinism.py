@@ -229,7 +229,7 @@ for seed in range({SEEDS}):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_seed_gives_the_same_operations_in_every_process() -> None:
     """A failure that cannot be repeated cannot be understood. Hashing differs from process to process."""
     children = [

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 from tests.engine.engine_model import Driver, Machine, small_limits
+from tests.shares import shares
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import Survival
@@ -132,7 +133,7 @@ def test_the_script_has_enough_crash_points() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", shares(CHUNKS))
 def test_a_crash_at_any_operation_takes_back_no_promise(chunk: int) -> None:
     """What was acknowledged is there, what was not is there from its beginning on or not at all, and the
     root is the model's at the seq that was recovered."""
@@ -156,7 +157,7 @@ def test_some_crashes_take_back_no_promise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", shares(4))
 def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: int) -> None:
     """Redo flushes while it goes on: what it half did must be recovered from, again and again."""
     points = 0

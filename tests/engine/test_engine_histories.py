@@ -260,7 +260,7 @@ def compare(number: int) -> None:
         raise
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(4))
 def test_the_same_entries_give_the_same_root_and_segments(chunk: int) -> None:
     """Batches, flushes, pools, crashes and restarts are a process' own business."""

@@ -362,7 +362,7 @@ def test_nothing_acknowledged_is_lost_in_10_kills(tmp_path: Path) -> None:
     Killer(tmp_path).run(10, whole_every=5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("directory", range(4))
 def test_nothing_acknowledged_is_lost_in_200_kills(directory: int, tmp_path: Path) -> None:
     """The crash that happens most often: the kernel goes on and the process does not. Each life is compared

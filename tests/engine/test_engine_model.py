@@ -25,6 +25,7 @@ from tests.engine.engine_model import (
     small_limits,
 )
 from tests.engine.transaction_model import Written
+from tests.shares import shares
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
@@ -70,7 +71,7 @@ def test_a_database_answers_as_its_model_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", shares(CHUNKS))
 def test_calls_by_chance_are_answered_as_by_the_model(chunk: int) -> None:
     """Small pages, pools and groups on a disk that crashes: every path that a large database takes."""
     seen = run_all(range(1000 + chunk, 1000 + max(CHUNKS, STEPS // STEPS_EACH), CHUNKS), STEPS_EACH)

@@ -581,7 +581,7 @@ def test_root_and_segments_depend_on_the_entries_alone(
     live_through(seed, pool_bytes_max, events)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(4))
 def test_200_histories_with_transactions_give_the_same_root_and_segments(chunk: int) -> None:
     """The same, drawn from one seed."""

@@ -124,7 +124,7 @@ def find_what_is_missed(data: bytes, chunk: int) -> Sequence[str]:
     return missed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_flipped_byte_of_a_segment_is_found(chunk: int) -> None:
     """A disk that lies about one bit must not change history unnoticed."""
@@ -133,7 +133,7 @@ def test_every_flipped_byte_of_a_segment_is_found(chunk: int) -> None:
     assert find_what_is_missed(data, chunk) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_flipped_byte_of_a_compressed_segment_is_found(chunk: int) -> None:
     """The archive holds what no local disk holds any more."""

@@ -159,13 +159,13 @@ class Killer:
         assert self.acknowledged > kills
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_acknowledged_is_lost_in_200_kills(tmp_path: Path) -> None:
     """The crash that happens most often: the kernel goes on and the process does not."""
     Killer(str(tmp_path / "log")).run(200)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_acknowledged_is_lost_where_batches_are_written_in_runs(tmp_path: Path) -> None:
     """A thread of the C library's is within a write, with others behind it, when the process ends."""
     Killer(str(tmp_path / "log"), "runs").run(30)

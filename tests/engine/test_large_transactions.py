@@ -149,7 +149,7 @@ def check_as_from_the_log_alone(driver: Driver) -> None:
     assert machine.db.root() == root == driver.model.root()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_crash_at_any_operation_leaves_all_or_nothing(chunk: int) -> None:
     """Of each transaction; and nothing that was acknowledged is lost."""

@@ -102,7 +102,7 @@ print(json.dumps(dict(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("value_bytes", "threads"),
     [(1000, 12), (100_000, 12), (2**20, 60)],

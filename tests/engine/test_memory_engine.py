@@ -154,7 +154,7 @@ def live(path: Path, phase: str, state_bytes: int, value_bytes: int, is_compiled
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     "is_compiled",

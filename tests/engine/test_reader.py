@@ -435,7 +435,7 @@ with Log.open(sys.argv[1], options=LogOptions(ring_bytes_max=0)) as log:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_reading_takes_no_more_memory_for_200_mb(tmp_path: Path) -> None:
     """A reader's memory is one chunk."""
     done = subprocess.run(

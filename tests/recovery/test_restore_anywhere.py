@@ -196,7 +196,7 @@ def test_a_restore_is_what_the_log_says(seed: int) -> None:
     compare(original, moments_of(original, random.Random(seed), 8, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_restores_to_many_seqs_and_times_are_what_the_log_says(seed: int) -> None:
     """A hundred seqs, and times between entries."""
@@ -212,7 +212,7 @@ def test_a_clone_lives_on_from_anywhere() -> None:
     assert live_on(original, [rng.randint(1, last) for _ in range(12)]) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(200, 203))
 def test_a_clone_lives_on_from_each_of_many_places(seed: int) -> None:
     original = worked(seed, 700)

@@ -363,7 +363,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "partition_by"), [("log", ""), ("log", "bucket"), ("versions", "")])
 def test_a_kill_in_the_middle_and_another_call_give_each_row_once(
     spark: SparkSession, database: lowwater.Database, tmp_path: Path, what: Any, partition_by: Any

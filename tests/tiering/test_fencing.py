@@ -131,14 +131,14 @@ def test_two_that_go_on_from_one_log_meet_at_some_places(pair: Pair, start: int)
     run_with_two_switches(pair, start, 7)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
 def test_two_that_go_on_from_one_log_meet_anywhere(pair: Pair) -> None:
     """With two switches from one to the other."""
     run_with_two_switches(pair, 0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
 def test_two_that_stop_each_other_anywhere_follow_one_line(pair: Pair) -> None:
     """Both stopped anywhere between two operations, and then going on one after the other."""

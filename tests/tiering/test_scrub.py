@@ -226,7 +226,7 @@ def test_flipped_bytes_are_found(small_chunks: dict[str, bytes]) -> None:
     holds_every_flip(small_chunks, seed=1, count=35)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_hundred_flipped_bytes_are_found_by_whole_scrubs() -> None:
     holds_every_flip(whole_archive().data, seed=2, count=200)
 

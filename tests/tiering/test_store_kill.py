@@ -105,7 +105,7 @@ def kill_everywhere(uri: str, options: dict[str, str], opened: Callable[[], Stor
     return complete
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_holds_whole_objects_only(tmp_path: Path) -> None:
     """And nothing of what was killed is left once it was opened again."""
     uri = str(tmp_path / "store")
@@ -114,7 +114,7 @@ def test_a_folder_holds_whole_objects_only(tmp_path: Path) -> None:
     assert len(names(open_store(uri).list())) == 2 * (PARTS + 1) + 9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_s3_server_holds_whole_objects_only(s3_server: S3Server) -> None:
     """And the parts of uploads that nobody completes go when they are old."""
     prefix = f"kill/{RealRandomness().token(8).hex()}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 from tests.engine.engine_model import small_limits
+from tests.shares import shares
 from tests.tiering.tiered_model import run_by_chance
 
 # `TIERED_STEPS=160000 pytest tests/tiering/test_tiered_model.py` goes on for some minutes.
@@ -42,7 +43,7 @@ def test_a_database_that_ships_answers_as_its_model_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", shares(CHUNKS))
 def test_calls_by_chance_are_answered_as_without_a_store(chunk: int) -> None:
     """Everything that an engine's model knows, unchanged; the root is looked at whenever something leaves."""
     seen = run_all(range(1000 + chunk, 1000 + max(CHUNKS, STEPS // STEPS_EACH), CHUNKS), STEPS_EACH)

@@ -297,7 +297,7 @@ def test_one_seed_gives_one_run(seed: int) -> None:
     assert trace(seed) == trace(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", range(4))
 def test_many_seeds(chunk: int) -> None:
     """Invariants at every look, nothing that was acknowledged lost."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import click
 
+import lowwater
 from lowwater import logging
 from lowwater.cli.output import LocalPath, print_error
+from lowwater.engine.fast import IS_COMPILED, WHY_NOT_COMPILED
 from lowwater.errors import LowwaterError
 
 # Where each command is: `compact-local` is the object `compact_local` in that module.
@@ -58,8 +60,22 @@ class Root(click.Group):
         return result
 
 
+def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        loops = "loops compiled" if IS_COMPILED else f"loops not compiled: {WHY_NOT_COMPILED}"
+        click.echo(f"lowwater {lowwater.__version__} ({loops})")
+        ctx.exit()
+
+
 @click.command(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="lowwater", message="%(package)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version, and whether loops are compiled.",
+)
 @click.option("--config", type=LocalPath(exists=True, dir_okay=False), help="The configuration, a TOML file.")
 @click.option(
     "--log-level",

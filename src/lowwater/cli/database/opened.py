@@ -20,6 +20,8 @@ from lowwater.errors import NotFound
 from lowwater.recovery.opening import open_to_read, with_origin
 from lowwater.tiering.open_store import open_store
 
+_MISSING = "check the path; `lowwater put --create` makes a database, and the bucket"
+
 
 @contextmanager
 def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[Database]:
@@ -30,7 +32,7 @@ def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> I
     except NotFound as error:
         if create:
             raise
-        raise NotFound("there is no database here", path=path, hint="check the path") from error
+        raise NotFound("there is no database here", path=path, hint=_MISSING) from error
     with db:
         yield db
 

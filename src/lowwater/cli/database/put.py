@@ -10,7 +10,6 @@ from lowwater.cli.database.opened import opened_to_write
 from lowwater.cli.log.dump import Seq
 from lowwater.cli.output import LocalPath, json_option, print_json
 from lowwater.engine import format
-from lowwater.errors import AlreadyExists
 
 
 class Pair(click.ParamType[tuple[str, str]]):
@@ -61,10 +60,7 @@ def put(
         if ship:
             db.shipping()  # refused without a store, before anything is written
         if create:
-            try:
-                db.create_bucket(bucket)
-            except AlreadyExists:
-                pass
+            db.create_bucket(bucket, exist_ok=True)
         seq = db.put(bucket, key, value, dict(metadata) or None, if_absent=if_absent, if_seq=if_seq)
         if as_json:
             print_json({"bucket": bucket, "key": key, "seq": seq, "value_bytes": len(value)})
