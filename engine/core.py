@@ -254,9 +254,7 @@ class Core:
             redone_seq=state.applied,
         )
         self._checkpointing = threading.Lock()
-        # Of what was ordered automatically: when, and how long the log was then.
-        self._entry_at_s = self._now_s()
-        self._entry_at_bytes = self._log_bytes()
+        self._entry_at_s = self._now_s()  # when a checkpoint was last ordered automatically
         self._flushed_at_s = self._now_s()
         self._task = seams.runner.start("engine-flusher", self._flush_step)
         self._checkpoint_task = seams.runner.start("engine-checkpoint", self._checkpoint_step)
@@ -374,8 +372,7 @@ class Core:
         age_max_s = options.checkpoint_entry_age_max_s
         if interval_s is None and size_max is None and age_max_s is None:
             return None
-        now_s, size = self._now_s(), self._log_bytes()
-        grown_bytes = size - self._entry_at_bytes
+        now_s, grown_bytes = self._now_s(), self._bytes_since_checkpoint()
         is_little = age_max_s is not None and grown_bytes < LITTLE_BYTES
         after_s = age_max_s if is_little or interval_s is None else interval_s
         wait_s = LOOK_AFTER_S if after_s is None else self._entry_at_s + after_s - now_s
@@ -383,14 +380,16 @@ class Core:
         if wait_s > 0 and not is_full:
             goes_by_size = size_max is not None or (is_little and interval_s is not None)
             return min(wait_s, LOOK_AFTER_S) if goes_by_size else wait_s
-        self._entry_at_s, self._entry_at_bytes = now_s, size
-        if self._has_news:
+        self._entry_at_s = now_s
+        if self._has_news and self._state.changed_seq > self._state.checkpoint_seq:
             self._want_checkpoint_entry()
         return 0 if self._state.checkpoints_due else LOOK_AFTER_S
 
-    def _log_bytes(self) -> int:
-        with self._wal.lock:
-            return self._wal.store.bytes_total
+    def _bytes_since_checkpoint(self) -> int:
+        """The log above the last checkpoint entry, whichever life has written it: short lives would never come
+        to the next one otherwise."""
+        complete = self.complete_segments(self._state.checkpoint_seq)
+        return sum(each.body_bytes for each in complete) + self.opened_bytes
 
     def _want_checkpoint_entry(self) -> None:
         """Order a checkpoint entry, or ask for one."""
@@ -965,6 +964,7 @@ class Core:
         for stop in self._before_close:
             stop()
         if self._tier is not None:
+            self._tier.finish()
             self._tier.stop()
         if self._age_task is not None:
             self._age_task.stop()

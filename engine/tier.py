@@ -104,6 +104,11 @@ class Tier(Protocol):
         """The disk is full: purge what can be, soon."""
         ...
 
+    def finish(self) -> None:
+        """Before the engine is closed: have the checkpoint that was made last shipped, unless something is in
+        the way of that."""
+        ...
+
     def stop(self) -> None:
         """Return once nothing of it runs any more."""
         ...

@@ -119,6 +119,9 @@ class ParentTier:
     def checkpoints_needed(self) -> list[int]:
         return []
 
+    def finish(self) -> None:
+        """Nothing of it is shipped."""
+
     def make_room(self) -> None:
         """Nothing here is a copy of what the archive has, but for the cache, which is bounded."""
 

@@ -59,6 +59,8 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 # What waits in the segment that is being written is shipped at the latest when it is so old.
 SEAL_AFTER_S = 10.0
+# A checkpoint is ordered after so long, or so much log: from there on a restore has to replay.
+CHECKPOINT_AFTER = {"checkpoint_entry_interval_s": 300.0, "checkpoint_entry_bytes": 256 * 2**20}
 CACHE_DIRECTORY = "cache"
 
 
@@ -178,6 +180,10 @@ class TierParts:
         if self.shipper is not None:
             self.shipper.make_room()
 
+    def finish(self) -> None:
+        if self.shipper is not None:
+            self.shipper.finish()
+
     def stop(self) -> None:
         if self.shipper is not None:
             self.shipper.stop()
@@ -224,7 +230,7 @@ def open_directory(
         stores,
         TierOptions.from_config(loaded),
         log_options=settings.log_options,
-        options=settings.options,
+        options=with_checkpoints(settings.options, loaded),
         log_directory=settings.log_directory,
         create=create,
         registry=registry,
@@ -323,6 +329,7 @@ class Engine(fed.Engine):
                 configured(data, loaded).path, stores, tier_options or TierOptions.from_config(loaded), seams
             )
             log_options = sealing(log_options or LogOptions.from_config(loaded.wal))
+            options = options or with_checkpoints(configured(data, loaded).options, loaded)
         try:
             super().__init__(
                 data,
@@ -373,6 +380,14 @@ def _is_new(settings: Settings) -> bool:
     except NotFound:
         return True
     return False
+
+
+def with_checkpoints(options: EngineOptions, config: Config) -> EngineOptions:
+    """What nobody has set otherwise, be it to none, is ordered from time to time."""
+    unset = {
+        name: CHECKPOINT_AFTER[name] for name in CHECKPOINT_AFTER.keys() - config.engine.model_fields_set
+    }
+    return replace(options, **unset)  # type: ignore[arg-type]
 
 
 def open_stores(tier: str | None, config: TierConfig, *, is_new: bool = False) -> list[Store]:

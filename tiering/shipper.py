@@ -507,6 +507,18 @@ class Shipper:
                         raise again(error)
                     raise TimedOut(f"not all was shipped within {timeout_s:g} s", path=self._core.directory)
 
+    def finish(self) -> None:
+        """Before the end: ship the checkpoint that was made last. What is in the way of it is said in the
+        log; the next life does it then."""
+        made_seq = max((each.seq for each in self._core.checkpoints()), default=0)
+        is_in_the_way = any(each.error is not None for each in self._backoffs(counting=True))
+        if self._is_over or is_in_the_way or self._core.failure is not None or self._has_checkpoint(made_seq):
+            return
+        try:
+            self.ship(None)
+        except LowwaterError as error:
+            _logger.warning("closed before its checkpoint was shipped", error=str(error))
+
     def _target(self) -> int:
         """The last seq that has to be shipped: what is durable, without a tail that shipping itself wrote."""
         core = self._core

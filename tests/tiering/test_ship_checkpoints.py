@@ -223,7 +223,7 @@ class Keeping:
     def stop(self) -> None:
         pass
 
-    close = stop
+    finish = close = stop
 
 
 def test_two_that_ship_the_same_make_the_same(shipping: Shipping) -> None:
