@@ -386,7 +386,7 @@ class Core:
         return 0 if self._state.checkpoints_due else LOOK_AFTER_S
 
     def _bytes_since_checkpoint(self) -> int:
-        """The log above the last checkpoint entry, whichever life has written it: short lives would never come
+        """The log above the last checkpoint entry, whichever life wrote it: short ones would never come
         to the next one otherwise."""
         complete = self.complete_segments(self._state.checkpoint_seq)
         return sum(each.body_bytes for each in complete) + self.opened_bytes

@@ -1,10 +1,10 @@
-"""Which share of a long test belongs to which of the Makefile's targets."""
+"""Which share of a test that takes long belongs to which of the Makefile's targets."""
 
 from __future__ import annotations
 
 import pytest
 
 
-def shares(count: int) -> list[object]:
-    """The first share of a `slow` test is one of `make test`, the others are of `make test-long`."""
-    return [0, *(pytest.param(share, marks=pytest.mark.long) for share in range(1, count))]
+def shares(count: int, kept: int = 1) -> list[object]:
+    """The first ones run where the test's own marks say, the others in `make test-long`."""
+    return [*range(kept), *(pytest.param(share, marks=pytest.mark.long) for share in range(kept, count))]

@@ -468,6 +468,7 @@ def test_metrics_say_what_left_what_came_and_what_is_waited_for(db: Database, ar
     assert scraped(db.metrics())["lowwater_pages_awaited"] == 0
 
 
+@pytest.mark.long
 def test_memory_full_of_changes_that_wait_is_told_to_writers(path: str, archive: Archive) -> None:
     """They are neither held up for ever nor taken without bound."""
     with open_with(path, blocks=archive, options=EngineOptions(pool_bytes_max=2**20)) as db:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from tests.shares import shares
 
 from lowwater import engine
 from lowwater.chaos.disk import Fault, FaultyFile, SimulatedCrash
@@ -88,7 +89,7 @@ def test_the_script_has_enough_crash_points() -> None:
     assert operations_of_the_script() * 2 * len(LOSSES) >= 2000
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", shares(CHUNKS, 4))
 def test_a_crash_at_any_operation_takes_back_no_promise(chunk: int) -> None:
     """An acknowledged entry that a power loss can take was never durable."""
     for number in range(1 + chunk, operations_of_the_script() + 1, CHUNKS):
@@ -111,7 +112,7 @@ def crashed_again(number: int, loss: Loss, second: int) -> Machine | None:
     return None
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", shares(4))
 def test_a_crash_at_any_operation_of_the_recovery_takes_back_no_promise(chunk: int) -> None:
     """Power that fails once often fails again, and what recovery half did must be recovered from."""
     points = 0
@@ -164,7 +165,7 @@ def test_without_syncing_kill_9_takes_back_no_promise() -> None:
         lose_and_recover(machine, ("keep", 0), number)
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", shares(4))
 def test_without_syncing_a_power_loss_takes_nothing_of_sealed_segments_and_clean_closes(chunk: int) -> None:
     """What is left is a first part of the log, never less than what was sealed or closed in peace."""
     for number in range(1 + chunk, operations_of_the_script("none") + 1, 4):
@@ -195,7 +196,7 @@ def run_of_batches(sync_mode: SyncMode) -> Machine:
     return Machine(replace(RUNS_OPTIONS, sync_mode=sync_mode))
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", shares(4))
 @pytest.mark.parametrize("sync_mode", ["fsync", "fdatasync"])
 def test_a_crash_within_a_run_of_batches_takes_back_no_promise(
     sync_mode: SyncMode, chunk: int, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from tests.shares import shares
 
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
@@ -130,7 +131,7 @@ def reference() -> dict[str, bytes]:
     return segments
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", shares(4))
 def test_segments_do_not_depend_on_batching_and_crashes(chunk: int) -> None:
     """Replicas that crash and batch as they do must ship the same objects under the same names."""
     crashes = 0
@@ -168,7 +169,7 @@ def live_once(machine: Machine, rng: random.Random) -> None:
     log.close()
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", shares(4))
 def test_segments_do_not_depend_on_the_timing_of_threads(chunk: int) -> None:
     """Batches form by chance, and footers and spares are made while entries arrive."""
     interval = sys.getswitchinterval()

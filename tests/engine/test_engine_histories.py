@@ -339,6 +339,7 @@ with small_limits():
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     "MERGE_IN_TESTS" in os.environ, reason="the other processes merge in fewer steps, or more"
 )

@@ -261,6 +261,7 @@ def test_a_sequential_file_holds_what_a_plain_one_does(
     file.close()
 
 
+@pytest.mark.slow
 def test_readers_see_what_went_past_the_page_cache(tmp_path: Path) -> None:
     """What is durable is read through the cache, while the next write replaces its last block."""
     files, path = RealFiles(), str(tmp_path / "a")

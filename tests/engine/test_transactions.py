@@ -360,6 +360,7 @@ def test_counters_by_many_threads_lose_nothing(tmp_path: Path) -> None:
         assert db.root() == root
 
 
+@pytest.mark.slow
 def test_a_transaction_larger_than_memory_commits_and_aborts(tmp_path: Path) -> None:
     """1 MiB of pool and 40 MiB of values, in files, with the real limits."""
     options = EngineOptions(pool_bytes_max=2**20)

@@ -324,6 +324,7 @@ def removing(server: S3Server, times: int) -> Callable[[Request], Answer | None]
     return rule
 
 
+@pytest.mark.slow
 def test_an_upload_that_somebody_removed_is_begun_again(
     s3_server: S3Server, segments: list[Path], prefix: str
 ) -> None:

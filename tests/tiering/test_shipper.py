@@ -101,7 +101,7 @@ def test_ship_raises_what_is_in_the_way_of_a_checkpoint_and_so_does_an_alarm_lat
     assert "no answer came in time" in (status.error or "")
     assert machine.db.counted_hwm > 100, "the log went on"
     with pytest.raises(StoreUnavailable):
-        machine.db.ship(timeout=20)
+        machine.db.ship(timeout=1)
     machine.server.fault = None
     machine.later(70)
     assert machine.db.shipping().error is None
