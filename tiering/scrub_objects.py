@@ -58,6 +58,9 @@ class WantedSegment(NamedTuple):
     listed: int | None
     descriptor: SegmentDescriptor
     before: Before | None
+    cluster_id: bytes | None
+    """Whose log it was then, None where that is not known: of a clone, the first segments may be those of any
+    that it descends from. Of checkpoints too."""
 
 
 class WantedCheckpoint(NamedTuple):
@@ -66,6 +69,7 @@ class WantedCheckpoint(NamedTuple):
     name: str
     listed: int | None
     descriptor: CheckpointDescriptor
+    cluster_id: bytes | None
 
 
 class WantedList(NamedTuple):
@@ -99,12 +103,9 @@ class Known(NamedTuple):
     """What a scrub knows of the archive when it looks at an object."""
 
     deep: bool
-    cluster_id: bytes | None
     manifest: Manifest | None = None
     line: Line | None = None
     """For the blocks of checkpoints."""
-    parent_id: bytes | None = None
-    """Of a clone: its first segments may be its parent's last ones."""
 
 
 class Seen(NamedTuple):
@@ -147,7 +148,7 @@ class Looker:
             verify_object(item.name, ObjectFile(self._store, item.name, item.listed))
 
     def _segment(self, item: WantedSegment) -> None:
-        name, listed, descriptor, before = item
+        name, listed, descriptor, before, cluster_id = item
         require_listed(name, listed, None)
         found = parse(name)
         assert found is not None
@@ -160,8 +161,8 @@ class Looker:
             header, described = describe_object(found, file)
         if described != descriptor._replace(recorded_seq=0):
             raise Corrupt("this is another segment than the catalogue has")
-        if header.cluster_id not in (self._known.cluster_id, self._known.parent_id):
-            raise Corrupt("this segment is of another cluster than the archive")
+        if cluster_id not in (None, header.cluster_id):
+            raise Corrupt("this segment is of another cluster than the catalogue has")
         if before is not None and before != (header.seq_before, header.hash_before):
             raise Corrupt(
                 f"this segment does not follow the one before it: it follows seq {header.seq_before}, "
@@ -175,8 +176,8 @@ class Looker:
         if describe_checkpoint(data) != item.descriptor._replace(recorded_seq=0):
             raise Corrupt("this is another checkpoint than the catalogue has")
         index = decode_checkpoint(data)
-        if index.cluster_id != self._known.cluster_id:
-            raise Corrupt("this checkpoint is of another cluster than the archive")
+        if item.cluster_id not in (None, index.cluster_id):
+            raise Corrupt("this checkpoint is of another cluster than the catalogue has")
         return index
 
     def _unreached(self, item: Unreached) -> Finding:
