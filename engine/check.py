@@ -21,6 +21,8 @@ from lowwater.engine.compress import CompressedSegment, verify_stored
 from lowwater.engine.directory import (
     CURRENT,
     HINT,
+    HINT_HINT,
+    STRANGER_HINT,
     DirectoryNames,
     Hint,
     Segment,
@@ -98,12 +100,10 @@ def check_directory_steps(
         return
     if hint_damaged:
         hint_path = f"{directory}/{HINT}"
-        yield Finding(
-            "error", "the hint cannot be read", hint_path, hint="remove it if nothing else is found"
-        )
+        yield Finding("error", "the hint cannot be read", hint_path, hint=HINT_HINT)
     for name in names.strangers:
         what = "this file does not belong to a log"
-        yield Finding("warning", what, f"{directory}/{name}", hint="move it away")
+        yield Finding("warning", what, f"{directory}/{name}", hint=STRANGER_HINT)
     before: Segment | None = None
     chain: Chain | None = None
     seq_last = 0

@@ -11,7 +11,7 @@ from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import Finding, check_directory, require_log
 from lowwater.engine.check_checkpoints import check_checkpoints
 from lowwater.engine.check_pages import check_pages
-from lowwater.engine.compact import PAGES_HINT, damage_of
+from lowwater.engine.compact import damage_of
 from lowwater.engine.content import list_boundaries
 from lowwater.engine.describe import describe_log
 from lowwater.engine.directory import cluster_id_in
@@ -20,7 +20,7 @@ from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.replay import read_meta
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import DATA
+from lowwater.engine.swap import DATA, PAGES_HINT
 from lowwater.engine.values import ValueReader, segments_in
 from lowwater.errors import LowwaterError, NotFound
 

@@ -49,6 +49,12 @@ CURRENT = "current.log"
 SPARE = "spare.log"
 HINT = "hint"
 HINT_TEMPORARY = "hint.tmp"
+# Where it cannot be read.
+HINT_HINT = (
+    "run `lowwater log verify` on the segments: where nothing else is found, a copy of the directory opens "
+    "without this file"
+)
+STRANGER_HINT = "find out what wrote it: no log needs it"
 LOCK = "lock"
 OWNER = "owner"
 OWNER_TEMPORARY = "owner.tmp"
@@ -357,6 +363,6 @@ def require_hint(files: Files, directory: str) -> Hint | None:
         raise Corrupt(
             "the hint cannot be read",
             path=f"{directory}/{HINT}",
-            hint="if `lowwater log verify` finds the segments sound, remove this file and open the log again",
+            hint=HINT_HINT,
         )
     return hint

@@ -185,7 +185,7 @@ class Looker:
         found = parse(item.name)
         if found is None:
             what = "no object of an archive has this name"
-            return Finding("warning", what, where, hint="move it away: nothing needs it")
+            return Finding("warning", what, where, hint="find out what wrote it: no reader needs it")
         if self._known.deep and not item.is_verified:
             try:
                 verify_object(item.name, ObjectFile(self._store, item.name, item.listed))
@@ -201,7 +201,7 @@ def finding_of(error: LowwaterError, uri: str, name: str) -> Finding:
     found = parse(name)
     hint = HINTS[found.type] if found is not None else error.hint
     if not isinstance(error, NotFound):
-        hint = f"move it away, then {hint}" if found is not None else hint
+        hint = f"keep a copy of it elsewhere, move it away, then {hint}" if found is not None else hint
     seq = error.seq if error.seq is not None else (found.seq or None) if found is not None else None
     return Finding("error", error.message, at(uri, name), seq, error.offset, hint)
 

@@ -172,7 +172,7 @@ class AlreadyExists(InputError):
 
 
 class NotEmpty(InputError):
-    default_hint = "delete its keys first: list() says which there are"
+    default_hint = "only an empty bucket can go: list() says which keys are in it"
 
 
 class TransactionEnded(InputError):
@@ -246,7 +246,9 @@ class Corrupt(DataError):
 
 
 class StoreCorrupt(DataError):
-    default_hint = "delete that object and write it again; where this comes back, do not trust the store"
+    default_hint = (
+        "keep a copy of that object, write it again, and do not trust the store where this comes back"
+    )
 
 
 class LogDivergence(DataError):
