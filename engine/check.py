@@ -40,7 +40,7 @@ from lowwater.engine.recover import Current, begins_with_fork, chain_after_frame
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, judge_current, numbered_places, open_place, open_single, walk
-from lowwater.errors import Corrupt, LowwaterError, NotFound
+from lowwater.errors import Corrupt, DeniedError, LowwaterError, NotFound
 
 Severity = Literal["error", "warning", "note"]
 
@@ -60,6 +60,9 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: LowwaterError, path: str) -> Finding:
+        """Of what may not be read nothing is known: then the error is raised."""
+        if isinstance(error, DeniedError):
+            raise error
         # What errors advise elsewhere is what has led here.
         hint = _RESTORE if error.hint == Corrupt.default_hint else error.hint
         return cls("error", error.message, error.path or path, error.seq, error.offset, hint)

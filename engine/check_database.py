@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import Finding, check_directory, require_log
 from lowwater.engine.check_checkpoints import check_checkpoints
+from lowwater.engine.check_opening import check_opening
 from lowwater.engine.check_pages import check_pages
 from lowwater.engine.compact import damage_of
 from lowwater.engine.content import list_boundaries
@@ -28,6 +29,7 @@ from lowwater.errors import LowwaterError, NotFound
 def check_database(files: Files, directory: str, log: str) -> Iterator[Finding]:
     """Every finding about the database in a directory, whose log is in `log`. Without a log, NotFound."""
     require_log(files, log)
+    yield from check_opening(files, directory, log)
     yield from check_directory(files, log)
     yield from _of_pages(files, directory, log)
 

@@ -28,7 +28,7 @@ from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.footer import FooterBuilder, footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
-from lowwater.engine.seams import Files, Readable, SyncMode, write_all
+from lowwater.engine.seams import Files, Readable, ReadDenied, SyncMode, write_all
 from lowwater.errors import (
     AlreadyExists,
     Corrupt,
@@ -39,6 +39,7 @@ from lowwater.errors import (
     LowwaterError,
     NotFound,
     NotLowwater,
+    NotReadable,
     without_secrets,
 )
 
@@ -128,6 +129,11 @@ def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
         raise NotFound(
             f"cannot {doing}: this is not a directory", path=path, hint="check the path"
         ) from error
+    except IsADirectoryError as error:
+        what = f"cannot {doing}: there is something else than a file"
+        raise NotLowwater(what, path=error.filename or path) from error
+    except ReadDenied as error:
+        raise NotReadable(f"cannot {doing}: permission denied", path=error.filename or path) from error
     except FileExistsError as error:
         raise AlreadyExists(
             f"cannot {doing}: a file is in the way", path=path, hint="give another path"

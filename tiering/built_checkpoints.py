@@ -15,6 +15,7 @@ from lowwater.engine.catalogue import CheckpointDescriptor, describe_checkpoint
 from lowwater.engine.ckpt import decode_named
 from lowwater.errors import (
     DataError,
+    DeniedError,
     InputError,
     LogDivergence,
     LowwaterError,
@@ -43,7 +44,7 @@ def built_checkpoints(
         for name in names[of_seq]:
             try:
                 verified.append(_verified(store, name, cluster_id))
-            except (DataError, InputError) as error:
+            except (DataError, InputError, DeniedError) as error:
                 pass_over(name, error)
         if len(verified) > 1:
             pass_over(names[of_seq][0], LogDivergence("there are two checkpoints of this seq", seq=of_seq))
