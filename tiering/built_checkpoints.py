@@ -24,7 +24,7 @@ from lowwater.errors import (
 )
 from lowwater.logging import get_logger
 from lowwater.tiering.names import CHECKPOINTS, pack_object_name, parse
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Store, at, read_small
 
 _logger = get_logger("archive")
 
@@ -57,7 +57,7 @@ def pass_over(name: str, error: LowwaterError) -> None:
 
 
 def _verified(store: Store, name: str, cluster_id: bytes) -> CheckpointDescriptor:
-    data = store.read(name)
+    data = read_small(store, name)
     index = decode_named(data, name.rpartition("/")[2])
     if index.cluster_id != cluster_id:
         raise OtherCluster("this checkpoint is of another cluster", path=at(store.uri, name))
