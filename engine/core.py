@@ -551,13 +551,13 @@ class Core:
             if deadline_s is not None and self._now_s() >= deadline_s:
                 raise Busy("memory is full of changes that are not in pages yet", path=self._log.directory)
 
-    def _make_room(self) -> None:
-        """The disk is full: what keeps the log from being purged goes into pages."""
+    def _make_room(self) -> bool:
+        """The disk is full: what keeps the log from being purged goes into pages. Returns whether anything
+        may be purged then."""
         if self._failure is None:
             self._flusher.want(self._state.applied)
             self._task.wake()
-        if self._tier is not None:
-            self._tier.make_room()
+        return self._tier is not None and self._tier.make_room()
 
     def _apply_placed(self, pieces: Sequence[Piece], chain_before: Chain) -> None:
         """With the lock: what the log has taken goes into the state, with the place of each frame, and as it
