@@ -52,7 +52,7 @@ assert PLACES.size == 16
 assert LIST.size == LOCATIONS.size == 24
 assert LARGE.size == 40
 
-HINT = "this checkpoint cannot be trusted: remove it, and make another one from the database"
+HINT = "this checkpoint cannot be trusted: make another one from the database, or go back to an older one"
 
 
 def hash_of(data: bytes) -> bytes:

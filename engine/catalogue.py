@@ -541,6 +541,12 @@ class Catalogue:
         count = self.forks.count_to(_recorded_seq, seq)
         return self.forks[count - 1].epoch if count else 1
 
+    def cluster_id_at(self, seq: int) -> bytes | None:
+        """Whose log it was at the entry `seq`; None before the first `fork`, of which the catalogue says
+        nothing."""
+        count = self.forks.count_to(_recorded_seq, seq)
+        return self.forks[count - 1].cluster_id if count else None
+
     @property
     def recorded_seq(self) -> int:
         """Of the last entry that has recorded something."""

@@ -21,6 +21,8 @@ from lowwater.engine.compress import CompressedSegment, verify_stored
 from lowwater.engine.directory import (
     CURRENT,
     HINT,
+    HINT_HINT,
+    STRANGER_HINT,
     DirectoryNames,
     Hint,
     Segment,
@@ -38,7 +40,7 @@ from lowwater.engine.recover import Current, begins_with_fork, chain_after_frame
 from lowwater.engine.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams import File, Files
 from lowwater.engine.walk import Place, judge_current, numbered_places, open_place, open_single, walk
-from lowwater.errors import Corrupt, LowwaterError, NotFound
+from lowwater.errors import Corrupt, DeniedError, LowwaterError, NotFound
 
 Severity = Literal["error", "warning", "note"]
 
@@ -58,6 +60,9 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: LowwaterError, path: str) -> Finding:
+        """Of what may not be read nothing is known: then the error is raised."""
+        if isinstance(error, DeniedError):
+            raise error
         # What errors advise elsewhere is what has led here.
         hint = _RESTORE if error.hint == Corrupt.default_hint else error.hint
         return cls("error", error.message, error.path or path, error.seq, error.offset, hint)
@@ -98,12 +103,10 @@ def check_directory_steps(
         return
     if hint_damaged:
         hint_path = f"{directory}/{HINT}"
-        yield Finding(
-            "error", "the hint cannot be read", hint_path, hint="remove it if nothing else is found"
-        )
+        yield Finding("error", "the hint cannot be read", hint_path, hint=HINT_HINT)
     for name in names.strangers:
         what = "this file does not belong to a log"
-        yield Finding("warning", what, f"{directory}/{name}", hint="move it away")
+        yield Finding("warning", what, f"{directory}/{name}", hint=STRANGER_HINT)
     before: Segment | None = None
     chain: Chain | None = None
     seq_last = 0

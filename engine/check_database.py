@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import Finding, check_directory, require_log
 from lowwater.engine.check_checkpoints import check_checkpoints
+from lowwater.engine.check_opening import check_opening
 from lowwater.engine.check_pages import check_pages
-from lowwater.engine.compact import PAGES_HINT, damage_of
+from lowwater.engine.compact import damage_of
 from lowwater.engine.content import list_boundaries
 from lowwater.engine.describe import describe_log
 from lowwater.engine.directory import cluster_id_in
@@ -20,7 +21,7 @@ from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.replay import read_meta
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import DATA
+from lowwater.engine.swap import DATA, PAGES_HINT
 from lowwater.engine.values import ValueReader, segments_in
 from lowwater.errors import LowwaterError, NotFound
 
@@ -28,6 +29,7 @@ from lowwater.errors import LowwaterError, NotFound
 def check_database(files: Files, directory: str, log: str) -> Iterator[Finding]:
     """Every finding about the database in a directory, whose log is in `log`. Without a log, NotFound."""
     require_log(files, log)
+    yield from check_opening(files, directory, log)
     yield from check_directory(files, log)
     yield from _of_pages(files, directory, log)
 

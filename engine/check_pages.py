@@ -30,6 +30,7 @@ from lowwater.engine.references import Reference, decode_reference, is_reference
 from lowwater.engine.replay import Meta, read_meta
 from lowwater.engine.sessions import Session, stored_sessions
 from lowwater.engine.state import LOWEST
+from lowwater.engine.swap import PAGES_HINT
 from lowwater.engine.transaction_table import (
     UNSTAMPED_PREFIX,
     TransactionTable,
@@ -38,8 +39,6 @@ from lowwater.engine.transaction_table import (
     unstamped_in,
 )
 from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError
-
-_HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
 
 
 def check_pages(
@@ -274,7 +273,7 @@ def _why_unreadable(place: bytes, read_value: PlaceReader) -> str:
 
 
 def _error(what: str, path: str, seq: int | None = None) -> Finding:
-    return Finding("error", what, path, seq, None, _HINT)
+    return Finding("error", what, path, seq, None, PAGES_HINT)
 
 
 def _shown(key: bytes) -> str:

@@ -274,7 +274,7 @@ class Checkpoints:
                 f"the log ends at {seq_last}, and there is a checkpoint of {newest.seq}",
                 path=newest.path,
                 seq=newest.seq,
-                hint="the log was lost, or is another one: restore it, or move the checkpoints away",
+                hint="the log was lost, or is another one: restore it, and keep these checkpoints",
             )
         try:
             index = newest.index

@@ -19,7 +19,7 @@ from lowwater.engine.check import require_log
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import COMPACTING, DATA, drop, finish_swap, swap
+from lowwater.engine.swap import COMPACTING, DATA, PAGES_HINT, drop, finish_swap, swap
 from lowwater.engine.wal import lock_directory
 from lowwater.errors import Corrupt, DiskFull
 
@@ -28,7 +28,6 @@ TRIES_MAX = 3
 # LMDB's two roots, one of which changes with each transaction.
 ROOT_BYTES = 2 * 4096
 MARGIN_BYTES = 2**24
-PAGES_HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
 
 
 class Room(NamedTuple):
@@ -108,8 +107,8 @@ def _require_room(path: str, wanted_bytes: int) -> None:
         raise DiskFull(
             f"the copy takes {wanted_bytes:,} bytes, and the disk has {free_bytes:,}",
             path=path,
-            hint="free some space: nothing was changed. Pages can also be made from the log, without a copy: "
-            "move the page directory to another disk, and open again",
+            hint="free some space: nothing was changed. Pages can also be made again from the "
+            "log where that is whole: copy the directory to another disk without them, and open it there",
         )
 
 

@@ -37,7 +37,7 @@ from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
 from lowwater.engine.merge_aside import Aside, Merger
 from lowwater.engine.merge_process import MergeProcess
-from lowwater.engine.moments import require_seq
+from lowwater.engine.moments import require_seq, timeout_of
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, frames_of, places_of
@@ -550,8 +550,8 @@ class Core:
         self._wal.refuse_forked()
         if not may_use_reserve:
             self.space.require()
-        if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
-            raise InputError(f"timeout_s is {timeout_s!r:.80}", hint="give seconds, or None to wait for ever")
+        if timeout_s is not None:
+            timeout_s = timeout_of(timeout_s, "timeout_s")
         state = self._state
         bytes_max = state.pool_bytes_max * DIRTY_MAX
         if state.dirty_bytes < bytes_max:
@@ -562,13 +562,13 @@ class Core:
             if deadline_s is not None and self._now_s() >= deadline_s:
                 raise Busy("memory is full of changes that are not in pages yet", path=self._log.directory)
 
-    def _make_room(self) -> None:
-        """The disk is full: what keeps the log from being purged goes into pages."""
+    def _make_room(self) -> bool:
+        """The disk is full: what keeps the log from being purged goes into pages. Returns whether anything
+        may be purged then."""
         if self._failure is None:
             self._flusher.want(self._state.applied)
             self._task.wake()
-        if self._tier is not None:
-            self._tier.make_room()
+        return self._tier is not None and self._tier.make_room()
 
     def _apply_placed(self, pieces: Sequence[Piece], chain_before: Chain) -> None:
         """With the lock: what the log has taken goes into the state, with the place of each frame, and as it

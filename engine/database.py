@@ -31,7 +31,7 @@ from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
 from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
 from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
-from lowwater.engine.moments import duration_us
+from lowwater.engine.moments import duration_us, timeout_of
 from lowwater.engine.open_transactions import OpenTransactions
 from lowwater.engine.pages import after_prefix
 from lowwater.engine.pagestore import PageStore
@@ -401,6 +401,7 @@ class Database(Reading):
         where it raises. `serializable` also refuses a commit when what was read has changed."""
         if isolation not in ("snapshot", "serializable"):
             raise InputError(f"the isolation is {isolation!r:.80}", hint="give snapshot or serializable")
+        lock_timeout_s = timeout_of(lock_timeout_s, "lock_timeout_s")
         self._require_open()
         transaction = Transaction(
             self, started=next(self._transactions), isolation=isolation, lock_timeout_s=lock_timeout_s

@@ -17,6 +17,7 @@ from lowwater.engine.chain import Chain, LogSettings, before_segment
 from lowwater.engine.check import Finding, torn_write
 from lowwater.engine.compress import CompressedSegment
 from lowwater.engine.directory import (
+    STRANGER_HINT,
     Hint,
     Segment,
     check_link,
@@ -153,7 +154,7 @@ def describe_log(files: Files, directory: str) -> LogDescription:
         log.segments.append(current)
     for name in names.strangers:
         what = "this file does not belong to a log"
-        log.findings.append(Finding("warning", what, f"{directory}/{name}", hint="move it away"))
+        log.findings.append(Finding("warning", what, f"{directory}/{name}", hint=STRANGER_HINT))
     log.findings += [finding for segment in log.segments for finding in segment.findings]
     if chain is not None:
         log.cluster_id, log.epoch = chain.cluster_id, chain.epoch

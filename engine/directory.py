@@ -28,7 +28,7 @@ from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.footer import FooterBuilder, footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
-from lowwater.engine.seams import Files, Readable, SyncMode, write_all
+from lowwater.engine.seams import Files, Readable, ReadDenied, SyncMode, write_all
 from lowwater.errors import (
     AlreadyExists,
     Corrupt,
@@ -39,6 +39,7 @@ from lowwater.errors import (
     LowwaterError,
     NotFound,
     NotLowwater,
+    NotReadable,
     without_secrets,
 )
 
@@ -49,6 +50,12 @@ CURRENT = "current.log"
 SPARE = "spare.log"
 HINT = "hint"
 HINT_TEMPORARY = "hint.tmp"
+# Where it cannot be read.
+HINT_HINT = (
+    "run `lowwater log verify` on the segments: where nothing else is found, a copy of the directory opens "
+    "without this file"
+)
+STRANGER_HINT = "find out what wrote it: no log needs it"
 LOCK = "lock"
 OWNER = "owner"
 OWNER_TEMPORARY = "owner.tmp"
@@ -122,6 +129,11 @@ def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
         raise NotFound(
             f"cannot {doing}: this is not a directory", path=path, hint="check the path"
         ) from error
+    except IsADirectoryError as error:
+        what = f"cannot {doing}: there is something else than a file"
+        raise NotLowwater(what, path=error.filename or path) from error
+    except ReadDenied as error:
+        raise NotReadable(f"cannot {doing}: permission denied", path=error.filename or path) from error
     except FileExistsError as error:
         raise AlreadyExists(
             f"cannot {doing}: a file is in the way", path=path, hint="give another path"
@@ -357,6 +369,6 @@ def require_hint(files: Files, directory: str) -> Hint | None:
         raise Corrupt(
             "the hint cannot be read",
             path=f"{directory}/{HINT}",
-            hint="if `lowwater log verify` finds the segments sound, remove this file and open the log again",
+            hint=HINT_HINT,
         )
     return hint

@@ -31,7 +31,7 @@ from lmdb.verify import VerifyError, verify
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.pagestore import check_write, write_failure
 from lowwater.engine.real import RealFiles
-from lowwater.engine.swap import DATA, LOCK, finish_swap
+from lowwater.engine.swap import DATA, LOCK, PAGES_HINT, finish_swap
 from lowwater.errors import (
     Busy,
     Closed,
@@ -68,8 +68,6 @@ RUN_ROWS = 64
 
 # Below that a disk counts as full.
 MARGIN_BYTES = 2**20
-
-_DAMAGE_HINT = "pages are made from the log and from checkpoints: move this directory away, and recover"
 
 
 class Gate:
@@ -171,7 +169,7 @@ class LmdbPages:
                 _create(path)
             data = f"{path}/{DATA}"
             if not os.path.exists(data) or not os.path.getsize(data):
-                raise Corrupt("the file with all pages is missing or empty", path=data, hint=_DAMAGE_HINT)
+                raise Corrupt("the file with all pages is missing or empty", path=data, hint=PAGES_HINT)
             used = os.path.getsize(data)
             wanted = max(used, min(map_bytes, map_bytes_max))
             with _translated(path, "open the page store"):
@@ -367,7 +365,7 @@ class LmdbPages:
             raise OutOfSpace(
                 f"the pages have reached their limit of {self._map_bytes_max:,} bytes",
                 path=self.path,
-                hint="raise it, or delete data: this group was not written, a smaller one may still fit",
+                hint="raise it: this group was not written, a smaller one may still fit",
             )
         with self._gate.alone():
             try:
@@ -447,7 +445,7 @@ class LmdbPages:
             raise Corrupt(
                 f"the file with all pages was cut: {findings[0]}",
                 path=f"{self.path}/{DATA}",
-                hint=_DAMAGE_HINT,
+                hint=PAGES_HINT,
             )
         if not self.read_only:
             self._fill_file()
@@ -541,7 +539,7 @@ def _typed(error: lmdb.Error, path: str, doing: str) -> LowwaterError:
     if isinstance(error, lmdb.InvalidError):
         return NotLowwater(f"cannot {doing}: its file is not one of LMDB", **where)
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.BadTxnError)):
-        return Corrupt(f"cannot {doing}: LMDB found damage ({error})", hint=_DAMAGE_HINT, **where)
+        return Corrupt(f"cannot {doing}: LMDB found damage ({error})", hint=PAGES_HINT, **where)
     if isinstance(error, lmdb.ReadersFullError):
         hint = "too many processes read this page store: end some of them"
         return Busy(f"cannot {doing}: all {READERS_MAX} reader slots are taken", hint=hint, **where)

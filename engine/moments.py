@@ -48,10 +48,10 @@ def require_seq(at: Any) -> int:
     return at
 
 
-def timeout_of(seconds: Any) -> float | None:
-    """How long to wait; None says not at all."""
+def timeout_of(seconds: Any, name: str = "wait_s") -> float | None:
+    """How long to wait, as the argument of this name says; None is its caller's to read."""
     if seconds is None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 10**9:
-        raise InputError(f"wait_s is {seconds!r:.80}", hint="give seconds, or None not to wait")
+        raise InputError(f"{name} is {seconds!r:.80}", hint="give seconds from 0 up, or leave it out")
     return float(seconds)

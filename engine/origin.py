@@ -92,7 +92,7 @@ class Origin(NamedTuple):
 def decode_origin(data: bytes) -> Origin:
     start = len(_MAGIC) + format.U32.size
     body = data[start:]
-    hint = "remove the directory, and restore into it again"
+    hint = "restore into another directory, and keep this one until you know that nothing in it is missed"
     if data[: len(_MAGIC)] != _MAGIC or data[len(_MAGIC) : start] != format.U32.pack(crc32(body)):
         raise Corrupt("the record of what this directory was restored from is damaged", hint=hint)
     try:

@@ -23,7 +23,8 @@ _TEXTS: dict[Owner, bytes] = {
 }
 _HINTS: dict[Owner, str] = {
     "embedded": "open it with lowwater.open, or give the engine a directory of its own",
-    "fed": "open it with lowwater.Engine. If no orchestrator will feed it again, remove {} to take it over",
+    "fed": "open it with lowwater.Engine. If no orchestrator will feed it again, a copy of the "
+    "directory without {} can be taken over",
 }
 _BYTES_MAX = 4096
 
@@ -44,7 +45,7 @@ def read_owner(files: Files, directory: str) -> Owner | None:
     raise Corrupt(
         "this file does not say who orders the entries of the log",
         path=f"{directory}/{OWNER}",
-        hint="remove it, and open the log with what it was opened with before",
+        hint="copy the directory without this file, and open the copy with what it was opened with before",
     )
 
 

@@ -21,6 +21,7 @@ from lowwater.engine.checkpoints import StoredCheckpoint
 from lowwater.engine.core import Core
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, ValueRef
 from lowwater.engine.keeping import Snapshot
+from lowwater.engine.listing import LIMIT_DEFAULT, Listing, as_text, head_of
 from lowwater.engine.moments import At, require_seq, time_us_of, timeout_of
 from lowwater.engine.pages import REFERENCE, after_prefix, encode_key
 from lowwater.engine.records import VALUE_PLACE, Head, Object, Page, PlaceReader, Unread
@@ -28,8 +29,6 @@ from lowwater.engine.requests import Copied
 from lowwater.engine.tier import OlderVersions
 from lowwater.engine.transaction_table import Row
 from lowwater.errors import InputError, LowwaterError, NotFound, RetryError, VersionGone
-
-LIMIT_DEFAULT = 1000
 
 _Objects = Callable[[str, bytes, bytes, PlaceReader | None], Iterator[Object]]
 
@@ -117,7 +116,7 @@ class Reading(Core):
 
     def head(self, bucket: str, key: str, at: At | None = None, *, wait_s: float | None = None) -> Head:
         """What `get` returns, without the value. A large one is not read."""
-        return _head(self._find(bucket, key, at, wait_s))
+        return head_of(self._find(bucket, key, at, wait_s))
 
     def read_range(
         self,
@@ -287,10 +286,10 @@ class Reading(Core):
         if at is None:
             self._prefix(bucket)
         name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
-        low = encode_key(name, _as_text(prefix, "prefix"))
+        low = encode_key(name, as_text(prefix, "prefix"))
         high = after_prefix(low)
         if start_after is not None:
-            low = max(low, encode_key(name, _as_text(start_after, "key")) + b"\0")
+            low = max(low, encode_key(name, as_text(start_after, "key")) + b"\0")
         found = self._scan(bucket, low, high, at, wait_s)
         next(found)  # into the block that unpins, which a generator that never began does not leave
         return Scan(found)
@@ -324,41 +323,12 @@ class Reading(Core):
     ) -> Page:
         """One page of the keys that begin with `prefix`. Keys that have `delimiter` after it come as the
         prefix that ends with it, once each, and count as one."""
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise InputError(f"the limit is {limit!r:.80}", hint="give a whole number above 0")
-        if delimiter is not None:
-            _as_text(delimiter, "delimiter")
+        listing = Listing(bucket, prefix, delimiter, start_after, limit)
         self._require_open()
         if at is None:
             self._prefix(bucket)
-        name = format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
-        low = encode_key(name, _as_text(prefix, "prefix"))
-        high = after_prefix(low)
-        if start_after is not None:
-            after = encode_key(name, _as_text(start_after, "key"))
-            skips = delimiter and start_after.endswith(delimiter) and len(start_after) > len(prefix)
-            low = max(low, after_prefix(after) if skips else after + b"\0")
-        objects: list[Head] = []
-        prefixes: list[str] = []
-        last: str | None = None
-        with self._moment(at, wait_s) as scanned:
-            while low < high:
-                found = None
-                for found in scanned(bucket, low, high, Unread):
-                    if len(objects) + len(prefixes) == limit:
-                        return Page(objects, prefixes, last)
-                    end = found.key.find(delimiter, len(prefix)) if delimiter else -1
-                    if end >= 0:
-                        assert delimiter is not None
-                        last = found.key[: end + len(delimiter)]
-                        prefixes.append(last)
-                        low = after_prefix(encode_key(name, last.encode()))
-                        break
-                    last = found.key
-                    objects.append(_head(found))
-                else:
-                    break
-        return Page(objects, prefixes, None)
+        with self._moment(at, wait_s) as objects:
+            return listing.page(lambda low, high: objects(bucket, low, high, Unread))
 
     def root(self, seq: At | None = None, *, wait_s: float | None = None) -> str:
         """The fingerprint of the content as of a seq or a time, or now. Of what is gone here it is recorded
@@ -460,11 +430,3 @@ class Scan(Iterator[Object]):
     def close(self) -> None:
         self._lists.close()
         self._objects = chain()
-
-
-def _as_text(text: Any, what: str) -> bytes:
-    return format.encode_name(text, what, KEY_BYTES_MAX, empty_allowed=True)
-
-
-def _head(found: Object) -> Head:
-    return Head(found.bucket, found.key, len(found.value), found.metadata, found.seq, found.time_us)

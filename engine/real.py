@@ -12,12 +12,13 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Sequence
 
 from lowwater.engine.posix_aio import WRITES_MAX, Requests
-from lowwater.engine.seams import Step, SyncMode, write_in_turn
+from lowwater.engine.seams import ReadDenied, Step, SyncMode, write_in_turn
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
@@ -344,23 +345,40 @@ def _require_writable(directory: str) -> None:
         raise OSError(number, os.strerror(number), directory)
 
 
+def _open_file(path: str, flags: int) -> int:
+    try:
+        fd = os.open(path, flags, 0o644)
+    except PermissionError as error:
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            raise ReadDenied(error.errno, error.strerror, path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise IsADirectoryError(errno.EISDIR, "it is no file", path)
+    return fd
+
+
 class RealFiles:
     preallocate = True
 
     def open(
         self, path: str, *, write: bool = False, create: bool = False, sequential: bool = False
     ) -> RealFile:
-        flags = os.O_CLOEXEC | (os.O_RDWR if write or create else os.O_RDONLY)
+        # Who opens a FIFO waits for somebody to open its other end, but for this flag.
+        flags = os.O_CLOEXEC | os.O_NONBLOCK | (os.O_RDWR if write or create else os.O_RDONLY)
         if create:
             flags |= os.O_CREAT | os.O_EXCL
-        fd = os.open(path, flags, 0o644)
+        fd = _open_file(path, flags)
         if sequential and flags & os.O_RDWR and hasattr(os, "O_DIRECT") and WRITE_SYNC_FLAGS:
             with contextlib.suppress(OSError):  # not on this file system
                 return SequentialFile(fd, os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
         return RealFile(fd)
 
     def list(self, directory: str) -> list[str]:
-        return sorted(os.listdir(directory))
+        try:
+            return sorted(os.listdir(directory))
+        except PermissionError as error:
+            raise ReadDenied(error.errno, error.strerror, directory) from error
 
     def make_directory(self, directory: str) -> None:
         parent = os.path.dirname(os.path.abspath(directory))
@@ -399,7 +417,7 @@ class RealFiles:
         return found.f_bavail * found.f_frsize
 
     def lock(self, path: str, owner: str) -> RealFile:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = _open_file(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)

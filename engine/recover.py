@@ -293,7 +293,7 @@ def inspect_current(
             raise NotLowwater(
                 "this file has the name of a segment that is being written, and is none",
                 offset=0,
-                hint="move it away if it is not of this log, or repair into a copy",
+                hint="find out what wrote it; `lowwater log repair` makes a copy of the log without it",
             ) from error
         return None
     if before is not None:

@@ -44,8 +44,8 @@ READ_BYTES = 2**22
 INSTALLING_KEY = b"installing"
 # Pages are a cache: no code is kept that reads what an older one wrote.
 AGAIN_HINT = (
-    "move this directory away and open again: pages are made from the log where it is whole from its first "
-    "entry on. Where it is not, open them with the Lowwater that wrote them"
+    "open them with the Lowwater that wrote them. Where the log is whole from its first entry on, this one "
+    "makes pages from it: copy the directory, and in the copy move the pages aside and open it"
 )
 
 Progress = Callable[[int, int], None]

@@ -21,6 +21,10 @@ SyncMode = Literal["fsync", "fdatasync", "none"]
 Step = Callable[[], float | None]
 
 
+class ReadDenied(PermissionError):
+    """It is reading that is not allowed, and not writing."""
+
+
 class Clock(Protocol):
     def now_us(self) -> int:
         """Wall-clock time in microseconds since 1970. It may jump."""

@@ -26,11 +26,18 @@ ASK_AFTER_PARTS = 4
 ASK_AFTER_S = 1.0
 # Retention begins to make room when so much is left, in reserves.
 TIGHT_RESERVES = 2
+# Where nothing is kept back, room is short all the same before there is none.
+SHORT_BYTES = 64 * 2**20
+
+
+def kept_free_bytes(reserve_bytes: int) -> int:
+    """What whoever can do without leaves free: then retention has nothing to make room for."""
+    return TIGHT_RESERVES * (reserve_bytes or SHORT_BYTES)
 
 
 class Space:
     """`written` counts the bytes of log so far, `owed` is what changes in memory will take once they are in
-    pages, `on_full` is called when writes are refused."""
+    pages. `on_full` makes what room it can before writes are refused, and says whether more may follow."""
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class Space:
         clock: Clock,
         written: Callable[[], int],
         owed: Callable[[], int],
-        on_full: Callable[[], None],
+        on_full: Callable[[], bool],
     ) -> None:
         self._files = files
         self._log_directory = log_directory
@@ -73,24 +80,25 @@ class Space:
     @property
     def is_tight(self) -> bool:
         """Whether it is time to make room."""
-        return bool(self._reserve_bytes) and self.left_bytes() < (TIGHT_RESERVES - 1) * self._reserve_bytes
+        return self.left_bytes() < kept_free_bytes(self._reserve_bytes) - self._reserve_bytes
 
     def require(self) -> None:
         """Before a write that may not use the reserve. Raises DiskFull."""
-        if not self._reserve_bytes:
-            return
         written = self._written()
         if written < self._ask_at_bytes and self._clock.monotonic() < self._ask_at_s:
             return
         left_bytes, directory = self._tightest()
-        if left_bytes <= 0:
+        if left_bytes <= 0 or (not self._reserve_bytes and self.is_tight):
+            may_follow = self._on_full()
+            left_bytes, directory = self._tightest()
+        if left_bytes <= 0 and self._reserve_bytes:
             self._ask_at_bytes = 0
-            self._on_full()
+            purged = ", or wait until shipped segments were purged" if may_follow else ""
             raise DiskFull(
                 f"the disk is full but for {self._reserve_bytes:,} bytes that are kept back",
                 path=directory,
-                hint=f"free {-left_bytes + 1:,} bytes, or wait until shipped segments were purged: nothing "
-                "was written, and writes go on by themselves",
+                hint=f"free {-left_bytes + 1:,} bytes{purged}: nothing was written, and writes go on by "
+                "themselves",
             )
-        self._ask_at_bytes = written + min(ASK_AFTER_BYTES, left_bytes // ASK_AFTER_PARTS)
+        self._ask_at_bytes = written + min(ASK_AFTER_BYTES, max(0, left_bytes) // ASK_AFTER_PARTS)
         self._ask_at_s = self._clock.monotonic() + ASK_AFTER_S

@@ -28,6 +28,12 @@ COMPACT = ".compact"
 COMPACTING = ".compacting"
 REPLACED = ".replaced"
 
+# Where they are damaged.
+PAGES_HINT = (
+    "pages are made from the log where that is whole: stop what writes here, copy the directory, and in the "
+    "copy move the pages aside and open it"
+)
+
 
 def finish_swap(files: Files, path: str) -> None:
     """Nobody else may have the store open for writing."""

@@ -100,8 +100,9 @@ class Tier(Protocol):
         """The seqs of checkpoints that are to be shipped, or that a store lacks of which the log says so."""
         ...
 
-    def make_room(self) -> None:
-        """The disk is full: purge what can be, soon."""
+    def make_room(self) -> bool:
+        """The disk is full: let go of what can be fetched again, at once, and purge what can be, soon.
+        Returns whether there is anything to purge."""
         ...
 
     def finish(self) -> None:

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Literal, Self
 from lowwater.engine import format
 from lowwater.engine.decide import TXN_BYTES_MAX, TXN_ENTRIES_MAX
 from lowwater.engine.entries import Delete, Put, as_bytes
+from lowwater.engine.listing import LIMIT_DEFAULT, Listing, as_text
 from lowwater.engine.open_transactions import Held
 from lowwater.engine.pages import after_prefix, encode_key
-from lowwater.engine.records import Object
+from lowwater.engine.records import Object, Page, PlaceReader, Unread
 from lowwater.errors import Closed, Conflict, InputError, LimitExceeded, NotFound, TransactionEnded
 
 if TYPE_CHECKING:
@@ -120,15 +121,33 @@ class Transaction:
         runs may or may not be among them."""
         self._require_use()
         low = encode_key(
-            format.encode_name(bucket, "bucket", format.BUCKET_BYTES_MAX),
-            format.encode_name(prefix, "prefix", format.KEY_BYTES_MAX, empty_allowed=True),
+            format.encode_name(bucket, "bucket", format.BUCKET_BYTES_MAX), as_text(prefix, "prefix")
         )
         high = after_prefix(low)
-        if self._isolation == "serializable":
+        self._note_range(bucket, low, high)
+        return self._while_open(self._merge(bucket, low, high))
+
+    def list(
+        self,
+        bucket: str,
+        prefix: str = "",
+        delimiter: str | None = None,
+        start_after: str | None = None,
+        limit: int = LIMIT_DEFAULT,
+    ) -> Page:
+        """One page of the keys as this transaction sees them, as `Database.list` gives it. What it has
+        written itself has no seq and no time yet."""
+        self._require_use()
+        listing = Listing(bucket, prefix, delimiter, start_after, limit)
+        self._note_range(bucket, listing.low, listing.high)
+        return listing.page(lambda low, high: self._merge(bucket, low, high, Unread))
+
+    def _note_range(self, bucket: str, low: bytes, high: bytes) -> None:
+        """What a serializable commit rests on: that nothing in it has changed."""
+        if self._isolation == "serializable" and low < high:
             if len(self._read_ranges) == READ_RANGES_MAX:
                 raise LimitExceeded("a serializable transaction has scanned too often", hint="divide it")
             self._read_ranges.append((bucket, low, high))
-        return self._while_open(self._merge(bucket, low, high))
 
     def _while_open(self, found: Iterator[Object]) -> Iterator[Object]:
         """Nobody keeps the versions of a transaction that has ended."""
@@ -138,7 +157,9 @@ class Transaction:
             yield each
         self._require_use()
 
-    def _merge(self, bucket: str, low: bytes, high: bytes) -> Iterator[Object]:
+    def _merge(
+        self, bucket: str, low: bytes, high: bytes, reader: PlaceReader | None = None
+    ) -> Iterator[Object]:
         own_keys = self._written_keys[
             bisect_left(self._written_keys, low) : bisect_left(self._written_keys, high)
         ]
@@ -148,7 +169,7 @@ class Transaction:
         own_key, entry = next(own, end)
         skip = 1 + len(bucket.encode())
         state = self._database._state
-        for found in state.scan(bucket, low, high, self.snapshot_seq, viewer=self._spill.txn):
+        for found in state.scan(bucket, low, high, self.snapshot_seq, reader, self._spill.txn):
             encoded = low[:skip] + found.key.encode()
             while own_key < encoded:
                 if entry is not None and (mine := _as_object(entry)) is not None:

@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry
 from lowwater.engine import format
 from lowwater.engine.chain import Chain
 from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.moments import timeout_of
 from lowwater.engine.pieces import Piece, cut, cut_alone
 from lowwater.engine.recover import inspect_directory
 from lowwater.engine.ring import Chunk, Ring
@@ -449,6 +450,8 @@ class Wal:
         cut_at_once: CutAtOnce | None = None,
     ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
+        if timeout_s is not None:
+            timeout_s = timeout_of(timeout_s, "timeout_s")
         room_needed = 1
         while True:
             full = self._queued_bytes and self._queued_bytes + room_needed > self.options.queue_bytes_max

@@ -33,6 +33,7 @@ from lowwater.engine.pagestore import PageStore
 from lowwater.engine.reading import Reading
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
+from lowwater.engine.space import kept_free_bytes
 from lowwater.engine.tier import ShippingStatus
 from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError
 from lowwater.metrics import ColdMetrics, StoreMetrics
@@ -68,14 +69,20 @@ class ParentTier:
         seams: Seams,
         *,
         cache_bytes_max: int | None = None,
+        disk_reserve_bytes: int = 0,
         open_parent: OpenParent | None = None,
     ) -> None:
         store_metrics = StoreMetrics()
         measured = MeasuredStore(store, seams.clock, store_metrics)
         self._store = store = Lineage(measured, open_parent or parents_opener(store.uri))
-        cache = None
+        self._cache = cache = None
         if cache_bytes_max is not None:
-            cache = BlockCache(seams.files, f"{path}/{CACHE_DIRECTORY}", cache_bytes_max)
+            self._cache = cache = BlockCache(
+                seams.files,
+                f"{path}/{CACHE_DIRECTORY}",
+                cache_bytes_max,
+                kept_free_bytes=kept_free_bytes(disk_reserve_bytes),
+            )
         metrics = ColdMetrics()
         self.fetcher = Fetcher(store, clock=seams.clock, cache=cache, metrics=metrics, runner=seams.runner)
         self.blocks = ArchivedBlocks(self.fetcher)
@@ -122,8 +129,11 @@ class ParentTier:
     def finish(self) -> None:
         """Nothing of it is shipped."""
 
-    def make_room(self) -> None:
-        """Nothing here is a copy of what the archive has, but for the cache, which is bounded."""
+    def make_room(self) -> bool:
+        """Nothing here is a copy of what the archive has, but for the cache."""
+        if self._cache is not None:
+            self._cache.give_way()
+        return False
 
     def stop(self) -> None:
         self.fetcher.close()
@@ -262,6 +272,7 @@ def open_restored(
             stores[0],
             seams,
             cache_bytes_max=tier_options.cache_bytes_max,
+            disk_reserve_bytes=(options or EngineOptions()).disk_reserve_bytes,
             open_parent=open_parent,
         )
         try:

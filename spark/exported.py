@@ -89,7 +89,7 @@ class Target:
             raise Corrupt(
                 "what was noted of this export cannot be read",
                 path=at(self.uri, name),
-                hint="export into another folder, and remove this one",
+                hint="export into another folder",
             )
         if document.get("version") != VERSION:
             raise NewerVersion("this export was made by a newer Lowwater", path=at(self.uri, name))

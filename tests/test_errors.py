@@ -50,6 +50,7 @@ def test_what_the_caller_must_do_decides_the_exit_code() -> None:
     assert codes == {
         "RetryError": 75,
         "InputError": 2,
+        "DeniedError": 77,
         "DataError": 65,
         "ReopenError": 74,
         "InternalError": 70,

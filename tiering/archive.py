@@ -53,7 +53,7 @@ from lowwater.tiering.objects import (
     manifest_of,
     require_hash,
 )
-from lowwater.tiering.store import Found, Store, at
+from lowwater.tiering.store import Found, Store, at, read_small
 from lowwater.tiering.verify import ObjectEnds, describe_object
 
 # Others who claim at the same time: more than that is no accident.
@@ -97,7 +97,7 @@ class Archive:
     def read_manifest(self, name: str) -> Manifest:
         found = parse(name)
         assert found is not None
-        data = self.store.read(name)
+        data = read_small(self.store, name)
         try:
             require_hash(data, found.hash, "manifest")
             manifest = decode_manifest(data)
@@ -122,7 +122,7 @@ class Archive:
     def _read_chunk(self, chunk_hash: bytes) -> bytes:
         name = chunk_name(chunk_hash)
         try:
-            return self.store.read(name)
+            return read_small(self.store, name)
         except NotFound:
             # No wrong call, as a missing archive is: a manifest is written after what it reaches.
             raise Corrupt(
@@ -281,7 +281,7 @@ class Archive:
     def _read_claim(self, name: str) -> EpochClaim:
         found = parse(name)
         assert found is not None
-        data = self.store.read(name)
+        data = read_small(self.store, name)
         require_hash(data, found.hash, "claim")
         return decode_epoch(data)
 
@@ -312,7 +312,7 @@ def open_archive(
         data = encode_cluster(cluster_id, parent)
         store.write(CLUSTER, [data], size=len(data))
     try:
-        data = store.read(CLUSTER)
+        data = read_small(store, CLUSTER)
     except NotFound:
         raise NotFound("there is no archive here", path=store.uri, hint="check bucket and prefix") from None
     try:

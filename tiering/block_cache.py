@@ -6,6 +6,7 @@ Always true:
   - what comes out is what went in, or nothing: each unit has a checksum over its bytes, its object and its
     number. So nothing is ever synced: a unit that a crash has torn is found, and fetched again;
   - the units take no more than `bytes_max`; what a former life left counts as full until it is read;
+  - nor more than is free: as soon as others need it, units make room, all of them if that has to be;
   - no call raises because of the disk: without room, or with a damaged disk, there is no cache;
   - a unit that was read once, as a scan reads it, makes room before one that was read again.
 """
@@ -48,10 +49,12 @@ class UnitKey(NamedTuple):
 class BlockCache:
     """Units in a directory of their own, which belongs to one process at a time."""
 
-    def __init__(self, files: Files, directory: str, bytes_max: int) -> None:
+    def __init__(self, files: Files, directory: str, bytes_max: int, *, kept_free_bytes: int = 0) -> None:
+        """So many bytes of the disk stay free, as far as units can do for that."""
         self._files = files
         self._directory = directory
         self._bytes_max = bytes_max
+        self._kept_free_bytes = kept_free_bytes
         self._lock = threading.Lock()
         # The units with their sizes, the one that was read last at the end.
         self._new: OrderedDict[UnitKey, int] = OrderedDict()
@@ -72,7 +75,7 @@ class BlockCache:
                 self._new[UnitKey(bytes.fromhex(match[1]), int(match[2], 16))] = _HEAD.size + UNIT_BYTES
         self.bytes = sum(self._new.values())
         with self._lock:
-            victims = self._make_room(0)
+            victims, _ = self._make_room(0)
         self._remove(victims)
 
     def get(self, key: UnitKey, *, promote: bool = True) -> bytes | None:
@@ -104,10 +107,10 @@ class BlockCache:
         with self._lock:
             if size > self._bytes_max or key in self._new or key in self._proven:
                 return
-            victims = self._make_room(size)
+            victims, is_room = self._make_room(size)
             self.bytes += size
         self._remove(victims)
-        is_written = self._write(key, data)
+        is_written = is_room and self._write(key, data)
         with self._lock:
             if is_written:
                 self._new[key] = size
@@ -123,17 +126,40 @@ class BlockCache:
                 self._drop(key)
         self._remove(gone)
 
+    def give_way(self) -> None:
+        """Drop all units: somebody needs the room who cannot fetch again what he has."""
+        with self._lock:
+            victims = [*self._new, *self._proven]
+            for victim in victims:
+                self._drop(victim)
+            self.evicted += len(victims)
+        self._remove(victims)
+
     # ------------------------------------------------------------------ with the lock
 
-    def _make_room(self, size: int) -> list[UnitKey]:
+    def _make_room(self, size: int) -> tuple[list[UnitKey], bool]:
+        """Who has to go for a unit of this size, and whether there is room for it then."""
         victims = []
-        while self.bytes + size > self._bytes_max and (self._new or self._proven):
+        missing_bytes = self._missing_bytes(size)
+        while self._new or self._proven:
+            if self.bytes + size <= self._bytes_max and missing_bytes <= 0:
+                break
             units = self._new or self._proven
-            victim = next(iter(units))
+            victim, victim_bytes = next(iter(units.items()))
+            missing_bytes -= victim_bytes
             self._drop(victim)
             self.evicted += 1
             victims.append(victim)
-        return victims
+        return victims, missing_bytes <= 0
+
+    def _missing_bytes(self, size: int) -> int:
+        """Of the room that has to stay free behind a unit of this size."""
+        if not self._kept_free_bytes:
+            return 0
+        try:
+            return self._kept_free_bytes + size - self._files.room(self._directory)
+        except OSError:
+            return 0  # writing it will tell
 
     def _drop(self, key: UnitKey) -> None:
         if key in self._new:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lowwater.tiering.fetcher import Fetcher
+from lowwater.errors import Corrupt
+from lowwater.tiering.fetcher import HINT, Fetcher
 from lowwater.tiering.names import pack_object_name
 
 
@@ -20,7 +21,15 @@ class ArchivedBlocks:
             pack_bytes = self._sizes.get(pack)
             if pack_bytes is None:
                 pack_bytes = self._sizes[pack] = self._fetcher.size_of(name)
-            data = self._fetcher.read(name, pack_bytes, offset, min(offset + size, pack_bytes))
+            if offset + size > pack_bytes:
+                del self._sizes[pack]  # it may come back from a copy
+                raise Corrupt(
+                    f"a pack of {pack_bytes:,} bytes ends before a block that it holds",
+                    path=self._fetcher.where(name),
+                    offset=offset,
+                    hint=HINT,
+                )
+            data = self._fetcher.read(name, pack_bytes, offset, offset + size)
         self._fetcher.metrics.used(len(data))
         return data
 

@@ -15,6 +15,7 @@ from lowwater.engine.catalogue import CheckpointDescriptor, describe_checkpoint
 from lowwater.engine.ckpt import decode_named
 from lowwater.errors import (
     DataError,
+    DeniedError,
     InputError,
     LogDivergence,
     LowwaterError,
@@ -23,7 +24,7 @@ from lowwater.errors import (
 )
 from lowwater.logging import get_logger
 from lowwater.tiering.names import CHECKPOINTS, pack_object_name, parse
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Store, at, read_small
 
 _logger = get_logger("archive")
 
@@ -43,7 +44,7 @@ def built_checkpoints(
         for name in names[of_seq]:
             try:
                 verified.append(_verified(store, name, cluster_id))
-            except (DataError, InputError) as error:
+            except (DataError, InputError, DeniedError) as error:
                 pass_over(name, error)
         if len(verified) > 1:
             pass_over(names[of_seq][0], LogDivergence("there are two checkpoints of this seq", seq=of_seq))
@@ -56,7 +57,7 @@ def pass_over(name: str, error: LowwaterError) -> None:
 
 
 def _verified(store: Store, name: str, cluster_id: bytes) -> CheckpointDescriptor:
-    data = store.read(name)
+    data = read_small(store, name)
     index = decode_named(data, name.rpartition("/")[2])
     if index.cluster_id != cluster_id:
         raise OtherCluster("this checkpoint is of another cluster", path=at(store.uri, name))

@@ -24,7 +24,7 @@ from lowwater.engine.tickets import again
 from lowwater.errors import Corrupt, DataError, LowwaterError, NewerVersion, NotFound
 from lowwater.metrics import ColdMetrics
 from lowwater.tiering.block_cache import OBJECT_BYTES, UNIT_BYTES, BlockCache, UnitKey
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Store, at, read_small
 
 FETCH_UNITS = 16
 FETCH_BYTES = FETCH_UNITS * UNIT_BYTES
@@ -138,7 +138,7 @@ class Fetcher:
     def read_whole(self, name: str, size: int) -> bytes:
         """An object of which all is wanted, and which is not kept here."""
         with self._named(name):
-            data = self._store.read(name)
+            data = read_small(self._store, name, size)
         self.metrics.fetched(len(data), is_range=False)
         if len(data) != size:
             raise Corrupt(

@@ -19,7 +19,7 @@ from lowwater.tiering.archive import open_archive
 from lowwater.tiering.names import CLUSTER, MANIFESTS
 from lowwater.tiering.objects import Parent, decode_cluster
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store import Found, Part, Store, read_small
 from lowwater.tiering.store_uri import parse_uri
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Lineage:
     def _named(self) -> Parent | None:
         if not self._is_known:
             try:
-                self._parent = decode_cluster(self._store.read(CLUSTER)).parent
+                self._parent = decode_cluster(read_small(self._store, CLUSTER)).parent
             except NotFound:
                 return None
             self._is_known = True

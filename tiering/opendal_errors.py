@@ -43,6 +43,8 @@ NO_CREDENTIALS = re.compile(
     r"no valid credential|failed to load signing credential|credential.{0,40}(not found|is empty|missing)",
     re.I,
 )
+# The server says that it does not do this, and will say so again.
+CANNOT = re.compile(r"status: (405|411|414|415|501|505)\b|\bNotImplemented\b")
 READ_ONLY = re.compile(r"read[- ]only|MethodNotAllowed", re.I)
 
 
@@ -85,7 +87,7 @@ def error_of(kind: str, text: str, said: str, *, path: str) -> LowwaterError:
         return StoreDenied(f"the store refuses it: {said}", path=path)
     if kind == "NotFound":
         return StoreMissing(f"nothing there: {said}", path=path)
-    if kind in ("ConfigInvalid", "Unsupported"):
+    if kind in ("ConfigInvalid", "Unsupported") or CANNOT.search(text):
         return InvalidConfig(
             f"the store cannot be used so: {said}", path=path, hint="docs/operating/stores.md"
         )

@@ -33,6 +33,7 @@ from lowwater.engine.orchestrator import Orchestrator
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
+from lowwater.engine.space import kept_free_bytes
 from lowwater.engine.tier import ShippingStatus
 from lowwater.errors import InputError, InvalidConfig, NotFound, StoreMissing, StoreUnavailable
 from lowwater.metrics import ColdMetrics, StoreMetrics, TierMetrics
@@ -103,6 +104,8 @@ class TierParts:
         options: TierOptions,
         seams: Seams,
         open_parent: OpenParent | None = None,
+        *,
+        disk_reserve_bytes: int,
     ) -> None:
         assert stores, "a tier has a store"
         self._store_metrics = StoreMetrics()
@@ -114,7 +117,12 @@ class TierParts:
         )
         self._options = options
         self._metrics = ColdMetrics()
-        cache = BlockCache(seams.files, f"{path}/{CACHE_DIRECTORY}", options.cache_bytes_max)
+        self._cache = cache = BlockCache(
+            seams.files,
+            f"{path}/{CACHE_DIRECTORY}",
+            options.cache_bytes_max,
+            kept_free_bytes=kept_free_bytes(disk_reserve_bytes),
+        )
         self.fetcher = Fetcher(
             self._read_from, clock=seams.clock, cache=cache, metrics=self._metrics, runner=seams.runner
         )
@@ -141,7 +149,7 @@ class TierParts:
         self._tier_metrics = metrics = TierMetrics(registry)
         registry.register(self._metrics)
         registry.register(self._store_metrics)
-        self.retention = Retention(core, self._options.retention, metrics)
+        self.retention = Retention(core, self._options.retention, metrics, give_way=self._cache.give_way)
         self.shipper = Shipper(
             core,
             self._stores,
@@ -149,7 +157,7 @@ class TierParts:
             replicate_sync=self._options.replicate_sync,
             metrics=metrics,
             on_counted=self.retention.wake,
-            make_room=self.retention.make_room,
+            make_room=self.retention.wake,
         )
         core.attach_tier(self)
         self.shipper.look()
@@ -176,9 +184,12 @@ class TierParts:
         assert self.shipper is not None
         return self.shipper.checkpoints_needed()
 
-    def make_room(self) -> None:
-        if self.shipper is not None:
-            self.shipper.make_room()
+    def make_room(self) -> bool:
+        self._cache.give_way()
+        if self.shipper is None or self.retention is None:
+            return False
+        self.shipper.make_room()
+        return self.retention.may_purge
 
     def finish(self) -> None:
         if self.shipper is not None:
@@ -265,7 +276,14 @@ def open_tiered(
     seams = seams or _real_seams()
     if not create:
         require_log(seams.files, log_directory or f"{path}/{LOG_DIRECTORY}")
-    parts = TierParts(path, stores, tier_options or TierOptions(), seams, open_parent)
+    parts = TierParts(
+        path,
+        stores,
+        tier_options or TierOptions(),
+        seams,
+        open_parent,
+        disk_reserve_bytes=(options or EngineOptions()).disk_reserve_bytes,
+    )
     try:
         database = open_with(
             path,
@@ -325,8 +343,13 @@ class Engine(fed.Engine):
                     hint="give an orchestrator, or leave the tier out",
                 )
             seams = seams or _real_seams()
+            settings = configured(data, loaded)
             parts = TierParts(
-                configured(data, loaded).path, stores, tier_options or TierOptions.from_config(loaded), seams
+                settings.path,
+                stores,
+                tier_options or TierOptions.from_config(loaded),
+                seams,
+                disk_reserve_bytes=(options or settings.options).disk_reserve_bytes,
             )
             log_options = sealing(log_options or LogOptions.from_config(loaded.wal))
             options = options or with_checkpoints(configured(data, loaded).options, loaded)

@@ -23,7 +23,7 @@ from lowwater.tiering.archive import Archive, open_archive, seq_published
 from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.names import EPOCHS, checkpoint_name, pack_object_name, segment_name
 from lowwater.tiering.objects import Parent
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Store, at, read_small
 from lowwater.tiering.uploads import Passing, copy_object, find_segment
 
 BEFORE_MANIFEST = Failpoint("ship.before_manifest")
@@ -142,7 +142,7 @@ class Region:
         for source in others():
             if not _has(source, name):
                 continue
-            index = decode_checkpoint(source.read(name))
+            index = decode_checkpoint(read_small(source, name, checkpoint.size))
             for pack in index.packs:
                 self._copy(pack_object_name(pack), lambda source=source: iter([source]))  # type: ignore[misc]
             self._copy(name, lambda source=source: iter([source]))  # type: ignore[misc]

@@ -23,8 +23,8 @@ HINTS: dict[Type, str] = {
     "pack": f"{_LOCAL}, from `packs/`; or {_COPY}; a checkpoint without it and the log replace it",
 }
 
-UNUSED = "nothing needs it: it may be removed when no shipper is at work"
-BUILT = "a restore may begin with it, and needs it not: it may be removed when no shipper is at work"
+UNUSED = "nothing to do: no reader needs it, and it does no harm"
+BUILT = "nothing to do: a restore may begin with it, and does not need it"
 _WAIT = "nothing to do: whoever goes on shipping records it"
 _CLAIM = "nothing to do: claims stay, so that no number comes again"
 _FENCED = "what is in it never counted: keep it until you know that nobody misses those writes"
@@ -33,7 +33,7 @@ _FENCED = "what is in it never counted: keep it until you know that nobody misse
 def unreached_damage(found: ObjectName) -> str:
     """What to do where an object that nothing reaches is not what its name says."""
     if found.type in ("checkpoint", "pack"):
-        return "remove it: a restore that begins with the checkpoint that it belongs to runs into it"
+        return "keep a copy of it elsewhere, then move it away: restores from its checkpoint run into it"
     return UNUSED
 
 

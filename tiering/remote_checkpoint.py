@@ -23,22 +23,24 @@ from lowwater.engine.pages import encode_key, page_key
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 from lowwater.tiering.names import PACKS, checkpoint_name, pack_object_name
-from lowwater.tiering.store import Store, at
+from lowwater.tiering.store import Store, at, read_small
 
 
 def read_objects(store: Store, descriptor: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
     """The index of a checkpoint, and what reads its packs, as they lie in the store."""
 
-    def read(name: str, expected: bytes) -> bytes:
-        data = store.read(name)
+    def read(name: str, expected: bytes, bytes_max: int) -> bytes:
+        data = read_small(store, name, bytes_max)
         if hash_of(data) != expected:
             raise Corrupt("this object is not what its name says", path=at(store.uri, name))
         return data
 
-    index = read(checkpoint_name(descriptor), descriptor.hash)
-    return index, lambda pack: read(pack_object_name(pack), pack)
+    index = read(checkpoint_name(descriptor), descriptor.hash, descriptor.size)
+    return index, lambda pack: read(pack_object_name(pack), pack, PACK_BYTES_MAX)
 
 
+# Offsets in it have 32 bits.
+PACK_BYTES_MAX = 2**32
 # What is read of lists at once, more or less.
 LOAD_BYTES = FETCH_BYTES // 2
 

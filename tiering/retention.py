@@ -3,11 +3,13 @@
 Always true:
   - only what `Core.purgeable_seq` allows is removed, the oldest first; the newest complete segment and the
     one that is being written stay;
-  - the limit of size counts everything, not only what may go: so it may not be reached.
+  - the limit of size counts everything, not only what may go: so it may not be reached;
+  - where room is short, what can be fetched again goes first, and segments only where that was not enough.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowwater.engine.core import Core
@@ -29,12 +31,14 @@ class RetentionOptions:
 
 
 class Retention:
-    def __init__(self, core: Core, options: RetentionOptions, metrics: TierMetrics) -> None:
+    def __init__(
+        self, core: Core, options: RetentionOptions, metrics: TierMetrics, *, give_way: Callable[[], None]
+    ) -> None:
         self._core = core
         self._options = options
         self._metrics = metrics
         self._task: Task | None = None
-        self._wants_room = False
+        self._give_way = give_way
 
     def start(self) -> None:
         self._task = self._core.seams.runner.start("tier-retention", self.step)
@@ -43,10 +47,10 @@ class Retention:
         if self._task is not None:
             self._task.wake()
 
-    def make_room(self) -> None:
-        """Remove all that can be, soon."""
-        self._wants_room = True
-        self.wake()
+    @property
+    def may_purge(self) -> bool:
+        """Whether there is anything that can go, now or once it is shipped."""
+        return len(self._core.complete_segments()) > 1
 
     def stop(self) -> None:
         if self._task is not None:
@@ -78,11 +82,12 @@ class Retention:
         """Up to where segments are too old, or too many, or in the way."""
         core, options = self._core, self._options
         allowed_seq = core.purgeable_seq()
-        wants_room, self._wants_room = self._wants_room, False
+        if core.space.is_tight:
+            self._give_way()
+            if core.space.is_tight:
+                return allowed_seq
         if not allowed_seq:
             return 0
-        if wants_room or core.space.is_tight:
-            return allowed_seq
         segments = core.complete_segments()
         seq = 0
         if options.age_max_s is not None:

@@ -33,6 +33,8 @@ OPTIONS = frozenset({"endpoint", "region", "access_key_id", "secret_access_key",
 
 # Answers of S3 by their status. All others are tried again.
 KINDS = {401: "PermissionDenied", 403: "PermissionDenied", 404: "NotFound", 429: "RateLimited"}
+# What the server does not do, it will not do later either.
+KINDS |= dict.fromkeys((405, 411, 414, 415, 501, 505), "Unsupported")
 
 
 class Answer(NamedTuple):

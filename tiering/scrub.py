@@ -93,6 +93,8 @@ class Scrub:
         self._lines: list[Line] = []
         self._epoch_first = 1
         self._parent: Parent | None = None
+        # Of the log's first entries, where it is no clone's.
+        self._first_id: bytes | None = None
         self._reached: set[str] = set()
         self._checked: set[str] = set()
         self._found: list[Finding] = []
@@ -160,8 +162,7 @@ class Scrub:
     def _seen(self, items: Iterable[Item], *, line: Line | None = None) -> Iterator[Seen]:
         """What is seen of each, in order."""
         wanted = list(items)
-        parent_id = None if self._parent is None else self._parent.cluster_id
-        known = Known(self.deep, self.cluster_id, self.manifest, line, parent_id)
+        known = Known(self.deep, self.manifest, line)
         return self._look(self._store, known, wanted) if wanted else iter(())
 
     def _steps(self, seen: Seen) -> Iterator[Step]:
@@ -174,6 +175,7 @@ class Scrub:
     def _read_cluster(self) -> Iterator[Step]:
         try:
             self.cluster_id, self._parent = decode_cluster(self._read(CLUSTER))
+            self._first_id = None if self._parent is not None else self.cluster_id
         except WRONG as error:
             self._tell(error, CLUSTER)
         yield Progress(self._sizes.get(CLUSTER, 0))
@@ -209,6 +211,8 @@ class Scrub:
                 parent = by_hash.get(short(fork.parent_manifest))
                 if parent is not None:
                     yield from self._add_parent(fork, parent)
+                elif fork.cluster_id != self.cluster_id:
+                    pass  # a parent's own, whose archive has what it follows, or that of its parent
                 elif self._is_of_a_clone(fork):
                     self._found.append(self._elsewhere(fork))
                     self._epoch_first = max(self._epoch_first, fork.epoch)
@@ -240,14 +244,19 @@ class Scrub:
         yield from self._told()
 
     def _is_of_a_clone(self, fork: Fork) -> bool:
-        """Whether what was before a fork lies in the archive of another cluster: a clone has no claim of its
-        first epoch, and nothing at all of an older one."""
-        if self._parent is not None:
-            return fork.seq >= self._parent.seq and fork.cluster_id == self.cluster_id
-        return not any(
-            found.epoch < fork.epoch or (found.type == "epoch" and found.epoch == fork.epoch)
-            for kind in ("epoch", "segment", "manifest")
-            for _, found in self._of_type(kind)
+        """Whether what was before a fork of this cluster lies in the archive of another one: so it is before
+        a clone's first. A clone has no claim of its first epoch, and nothing at all of an older one."""
+        forks = [each for line in self._lines for each in line.forks if each.recorded_seq < fork.recorded_seq]
+        if any(each.cluster_id == self.cluster_id for each in forks):
+            return False
+        return (
+            bool(forks)
+            or self._parent is not None
+            or not any(
+                found.epoch < fork.epoch or (found.type == "epoch" and found.epoch == fork.epoch)
+                for kind in ("epoch", "segment", "manifest")
+                for _, found in self._of_type(kind)
+            )
         )
 
     def _elsewhere(self, fork: Fork) -> Finding:
@@ -347,15 +356,20 @@ class Scrub:
                 by = line.catalogue.epoch_at(descriptor.recorded_seq) if line.whole else descriptor.epoch
                 if by >= self._epoch_first:
                     name = segment_name(descriptor)
-                    wanted.setdefault(name, WantedSegment(name, self._sizes.get(name), descriptor, before))
+                    listed, owner = self._sizes.get(name), self._owner_at(line, descriptor.first)
+                    wanted.setdefault(name, WantedSegment(name, listed, descriptor, before, owner))
                 before = Before(descriptor.last, descriptor.hash) if line.whole else None
         return wanted
+
+    def _owner_at(self, line: Line, seq: int) -> bytes | None:
+        """Whose log it was at an entry, None where that is not known."""
+        return (line.catalogue.cluster_id_at(seq) or self._first_id) if line.whole else None
 
     # ------------------------------------------------------------------ checkpoints
 
     def _look_at_checkpoints(self) -> Iterator[Step]:
         wanted = {
-            checkpoint_name(each): each
+            checkpoint_name(each): (each, self._owner_at(line, each.seq))
             for line in self._lines
             for each in line.checkpoints
             if line.catalogue.epoch_at(each.recorded_seq) >= self._epoch_first
@@ -363,8 +377,8 @@ class Scrub:
         self._reached.update(wanted)
         indexes: dict[str, Checkpoint] = {}
         for seen in self._seen(
-            WantedCheckpoint(name, self._sizes.get(name), each)
-            for name, each in wanted.items()
+            WantedCheckpoint(name, self._sizes.get(name), each, owner)
+            for name, (each, owner) in wanted.items()
             if self._seqs is None or self._seqs[0] <= each.seq <= self._seqs[1]
         ):
             yield from self._steps(seen)
@@ -386,7 +400,7 @@ class Scrub:
                 for name, index in sorted(indexes.items())
                 if sound.issuperset(map(pack_object_name, index.packs))
             }
-            yield from self._look_at_blocks(whole, wanted)
+            yield from self._look_at_blocks(whole, {name: each for name, (each, _) in wanted.items()})
 
     def _look_at_blocks(
         self, indexes: dict[str, Checkpoint], descriptors: dict[str, CheckpointDescriptor]

@@ -58,6 +58,9 @@ class WantedSegment(NamedTuple):
     listed: int | None
     descriptor: SegmentDescriptor
     before: Before | None
+    cluster_id: bytes | None
+    """Whose log it was then, None where that is not known: of a clone, the first segments may be those of any
+    that it descends from. Of checkpoints too."""
 
 
 class WantedCheckpoint(NamedTuple):
@@ -66,6 +69,7 @@ class WantedCheckpoint(NamedTuple):
     name: str
     listed: int | None
     descriptor: CheckpointDescriptor
+    cluster_id: bytes | None
 
 
 class WantedList(NamedTuple):
@@ -99,12 +103,9 @@ class Known(NamedTuple):
     """What a scrub knows of the archive when it looks at an object."""
 
     deep: bool
-    cluster_id: bytes | None
     manifest: Manifest | None = None
     line: Line | None = None
     """For the blocks of checkpoints."""
-    parent_id: bytes | None = None
-    """Of a clone: its first segments may be its parent's last ones."""
 
 
 class Seen(NamedTuple):
@@ -147,7 +148,7 @@ class Looker:
             verify_object(item.name, ObjectFile(self._store, item.name, item.listed))
 
     def _segment(self, item: WantedSegment) -> None:
-        name, listed, descriptor, before = item
+        name, listed, descriptor, before, cluster_id = item
         require_listed(name, listed, None)
         found = parse(name)
         assert found is not None
@@ -160,8 +161,8 @@ class Looker:
             header, described = describe_object(found, file)
         if described != descriptor._replace(recorded_seq=0):
             raise Corrupt("this is another segment than the catalogue has")
-        if header.cluster_id not in (self._known.cluster_id, self._known.parent_id):
-            raise Corrupt("this segment is of another cluster than the archive")
+        if cluster_id not in (None, header.cluster_id):
+            raise Corrupt("this segment is of another cluster than the catalogue has")
         if before is not None and before != (header.seq_before, header.hash_before):
             raise Corrupt(
                 f"this segment does not follow the one before it: it follows seq {header.seq_before}, "
@@ -175,8 +176,8 @@ class Looker:
         if describe_checkpoint(data) != item.descriptor._replace(recorded_seq=0):
             raise Corrupt("this is another checkpoint than the catalogue has")
         index = decode_checkpoint(data)
-        if index.cluster_id != self._known.cluster_id:
-            raise Corrupt("this checkpoint is of another cluster than the archive")
+        if item.cluster_id not in (None, index.cluster_id):
+            raise Corrupt("this checkpoint is of another cluster than the catalogue has")
         return index
 
     def _unreached(self, item: Unreached) -> Finding:
@@ -184,7 +185,7 @@ class Looker:
         found = parse(item.name)
         if found is None:
             what = "no object of an archive has this name"
-            return Finding("warning", what, where, hint="move it away: nothing needs it")
+            return Finding("warning", what, where, hint="find out what wrote it: no reader needs it")
         if self._known.deep and not item.is_verified:
             try:
                 verify_object(item.name, ObjectFile(self._store, item.name, item.listed))
@@ -200,7 +201,7 @@ def finding_of(error: LowwaterError, uri: str, name: str) -> Finding:
     found = parse(name)
     hint = HINTS[found.type] if found is not None else error.hint
     if not isinstance(error, NotFound):
-        hint = f"move it away, then {hint}" if found is not None else hint
+        hint = f"keep a copy of it elsewhere, move it away, then {hint}" if found is not None else hint
     seq = error.seq if error.seq is not None else (found.seq or None) if found is not None else None
     return Finding("error", error.message, at(uri, name), seq, error.offset, hint)
 

@@ -27,7 +27,7 @@ from lowwater.engine.seams import File
 from lowwater.errors import Corrupt, NotFound, StoreCorrupt
 from lowwater.logging import get_logger
 from lowwater.tiering.names import checkpoint_name, pack_object_name
-from lowwater.tiering.store import Store, at, write_verified
+from lowwater.tiering.store import Store, at, read_small, write_verified
 
 _logger = get_logger("shipping")
 
@@ -121,7 +121,7 @@ class CheckpointShipper:
         if last is None or last.recorded_seq <= self._own_after:
             return frozenset()
         try:
-            index = self._store.read(checkpoint_name(last))
+            index = read_small(self._store, checkpoint_name(last), last.size)
         except NotFound:
             _logger.error("the index of a checkpoint is missing from the archive", seq=last.seq)
             return frozenset()

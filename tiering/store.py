@@ -16,7 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from lowwater.errors import Closed, InvalidEntry, NotFound, StoreCorrupt, StoreReadOnly, UploadGone
+from lowwater.errors import (
+    Closed,
+    Corrupt,
+    InvalidEntry,
+    NotFound,
+    StoreCorrupt,
+    StoreReadOnly,
+    UploadGone,
+)
 
 # What the bytes of an object may come in.
 Part = bytes | bytearray | memoryview
@@ -93,6 +101,18 @@ def write_verified(store: Store, name: str, parts: Callable[[], Iterable[Part]],
             f"the store took {size} bytes, and has an object of {found.size}", path=at(store.uri, name)
         )
     return made
+
+
+# More than any catalogue's part, claim or index takes.
+SMALL_BYTES_MAX = 2**28
+
+
+def read_small(store: Store, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+    """All of an object that is small. Whatever lies in its place may not fit into memory."""
+    size = store.stat(name).size
+    if size > bytes_max:
+        raise Corrupt(f"the object has {size:,} bytes, and may have {bytes_max:,}", path=at(store.uri, name))
+    return store.read(name)
 
 
 def at(uri: str, name: str) -> str:

@@ -178,7 +178,8 @@ def find_segment(store: Store, segment: SegmentDescriptor) -> int | None:
             f"an object of this name is there, and it is not the segment{why}",
             path=at(store.uri, name),
             seq=segment.first,
-            hint="no shipper leaves that: find out what wrote it, and delete it; shipping then goes on",
+            hint="no shipper leaves that: find out what wrote it, keep a copy of it "
+            "elsewhere, and move it away; shipping then goes on",
         )
     return size
 

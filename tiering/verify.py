@@ -116,7 +116,9 @@ def verify_object(name: str, reader: Readable, *, uri: str = "") -> None:
     try:
         found = parse(name)
         if found is None:
-            raise NotLowwater("no object of an archive has this name", hint="move it away: nothing needs it")
+            raise NotLowwater(
+                "no object of an archive has this name", hint="find out what wrote it: no reader needs it"
+            )
         if found.type == "segment":
             verify_segment(found, reader)
         elif found.type == "pack":

@@ -211,7 +211,7 @@ def _remove_files(files: Files, temporary: str) -> None:
             raise InputError(
                 f"{name!r} is not what a repair has left behind",
                 path=temporary,
-                hint="look into it, and remove it or give another target",
+                hint="look into it, or give another target",
             )
 
 

@@ -24,13 +24,15 @@
     │   ├── VersionGone              this version was dropped, or has not been written yet
     │   ├── NotFound                 there is no such file, segment, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
-    │   ├── DirectoryNotWritable     the directory can be read, but not written
-    │   ├── StoreDenied              the object store knows these credentials not, or refuses them this
     │   ├── StoreMissing             there is no such bucket, container or folder
-    │   ├── StoreReadOnly            the object store can be read, but not written
     │   ├── OtherCluster             the archive belongs to another cluster
     │   ├── NewerVersion             written by a newer Lowwater: upgrade this one
     │   └── OlderVersion             written by an older Lowwater, in a form that is not read any more
+    ├── DeniedError              give the permission that is missing: nothing was written
+    │   ├── NotReadable              a file or a directory cannot be read: whether it is sound is not known
+    │   ├── DirectoryNotWritable     the directory can be read, but not written
+    │   ├── StoreDenied              the object store knows these credentials not, or refuses them this
+    │   └── StoreReadOnly            the object store can be read, but not written
     ├── DataError                repair or restore the data: what is stored cannot be trusted
     │   ├── NotLowwater              the file is of another format (wrong magic, or empty)
     │   ├── Corrupt                  a checksum, an order or a link of the chain does not hold
@@ -172,7 +174,7 @@ class AlreadyExists(InputError):
 
 
 class NotEmpty(InputError):
-    default_hint = "delete its keys first: list() says which there are"
+    default_hint = "only an empty bucket can go: list() says which keys are in it"
 
 
 class TransactionEnded(InputError):
@@ -201,20 +203,8 @@ class DirectoryLocked(InputError):
     default_hint = "stop the process that has it open, or choose another directory"
 
 
-class DirectoryNotWritable(InputError):
-    default_hint = "give this user write permission, or open it with the read-only tools"
-
-
-class StoreDenied(InputError):
-    default_hint = "check the credentials, and what they allow: list, read, write and delete below the prefix"
-
-
 class StoreMissing(InputError):
     default_hint = "make it first, or correct the URI: Lowwater makes no buckets"
-
-
-class StoreReadOnly(InputError):
-    default_hint = "open it with credentials that may write, or use the read-only tools"
 
 
 class OtherCluster(InputError):
@@ -227,6 +217,28 @@ class NewerVersion(InputError):
 
 class OlderVersion(InputError):
     pass
+
+
+class DeniedError(LowwaterError):
+    """Give the permission that is missing: nothing was written, and nothing is known to be wrong."""
+
+    exit_code = 77
+
+
+class NotReadable(DeniedError):
+    default_hint = "give this user permission to read it, or run this as the user whose it is"
+
+
+class DirectoryNotWritable(DeniedError):
+    default_hint = "give this user write permission, or open it with the read-only tools"
+
+
+class StoreDenied(DeniedError):
+    default_hint = "check the credentials, and what they allow: list, read, write and delete below the prefix"
+
+
+class StoreReadOnly(DeniedError):
+    default_hint = "open it with credentials that may write, or use the read-only tools"
 
 
 class DataError(LowwaterError):
@@ -246,7 +258,9 @@ class Corrupt(DataError):
 
 
 class StoreCorrupt(DataError):
-    default_hint = "delete that object and write it again; where this comes back, do not trust the store"
+    default_hint = (
+        "keep a copy of that object, write it again, and do not trust the store where this comes back"
+    )
 
 
 class LogDivergence(DataError):

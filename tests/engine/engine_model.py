@@ -241,15 +241,11 @@ class Model:
         last = None
         for found in self.live(bucket, prefix, at):
             key = found.key
-            if start_after is not None:
-                if key <= start_after:
-                    continue
-                ended = delimiter and start_after.endswith(delimiter) and len(start_after) > len(prefix)
-                if ended and key.startswith(start_after):
-                    continue
+            if start_after is not None and key <= start_after:
+                continue
             end = key.find(delimiter, len(prefix)) if delimiter else -1
             name = key[: end + len(delimiter)] if delimiter and end >= 0 else key
-            if end >= 0 and prefixes and prefixes[-1] == name:
+            if end >= 0 and name in (*prefixes[-1:], start_after):
                 continue
             if len(objects) + len(prefixes) == limit:
                 return Page(objects, prefixes, last)

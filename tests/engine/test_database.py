@@ -909,7 +909,7 @@ def test_an_older_state_is_made_again_from_the_log(path: str) -> None:
     with pytest.raises(OlderVersion, match="older") as caught:
         lowwater.open(path)
     assert caught.value.path == f"{path}/pages"
-    assert "move this directory away" in caught.value.hint
+    assert "move the pages aside" in caught.value.hint
     os.rename(f"{path}/pages", f"{path}/pages-away")
     with lowwater.open(path) as db:
         assert db.root() == root

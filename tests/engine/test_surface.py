@@ -128,6 +128,19 @@ def test_what_is_wrong_with_arguments_is_told_in_types(db: Database, what: str) 
     assert list(db.check()) == []
 
 
+@pytest.mark.parametrize("wrong", [each for each in WRONG if each is not None and each != -1])
+def test_a_wait_is_a_number_of_seconds(db: Database, tmp_path: Path, wrong: Any) -> None:
+    """It is told at once, and not by whoever waits first."""
+    if wrong == 1.5:
+        return
+    with pytest.raises(InputError):
+        db.transaction(lock_timeout_s=wrong)
+    with pytest.raises(InputError):
+        db.put("b", "k", b"v", timeout_s=wrong)
+    with lowwater.Log.open(tmp_path / "log") as log, pytest.raises(InputError):
+        log.append(lowwater.Put("b", "k", b"v"), timeout_s=wrong)
+
+
 def test_a_number_is_not_a_value(db: Database) -> None:
     """bytes(5) are five zeros."""
     with db.transaction() as txn, pytest.raises(InvalidEntry, match="a value is bytes"):

@@ -350,6 +350,51 @@ def test_nothing_of_a_clones_own_archive_can_go_unseen() -> None:
     assert unseen == [newest.name]
 
 
+@pytest.mark.parametrize("at", [None, 330, 400])
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("cluster_there", [False, True])
+def test_a_clone_of_a_clone_is_sound(at: int | None, deep: bool, cluster_there: bool) -> None:
+    """Taken for damage, its older history would be moved away by whoever trusts a scrub. What is damaged in
+    its own archive is seen all the same."""
+    world = World()
+    parent_in(world)
+    first = Copy(world, "memory://a", 1)
+    first.restore(clone=True)
+    clone = first.open("memory://b")
+    write(clone, "own")
+    checkpoint(clone, first.place, world.store("memory://b"))
+    write(clone, "more")
+    ship(clone, first.place)
+    clone.close()
+    second = Copy(world, "memory://b", 2)
+    second.restore(at, clone=True)
+    other = second.open("memory://c")
+    write(other, "third")
+    checkpoint(other, second.place, world.store("memory://c"))
+    write(other, "and more")
+    ship(other, second.place)
+    newest = open_archive(world.store("memory://c")).newest()
+    assert newest is not None
+    other.close()
+    objects = world.objects["memory://c"]
+    if not cluster_there:
+        objects.remove("cluster.cbor")
+    found = world.scrubbed("memory://c", deep=deep)
+    assert [each.what for each in found if each.severity == "error"] == (
+        [] if cluster_there else ["the cluster is gone"]
+    )
+    (elsewhere,) = [each for each in found if each.severity == "warning"]
+    assert ("memory://b" in elsewhere.what) == cluster_there
+    if deep or not cluster_there or at:
+        return
+    for name in {*objects.data} - {newest.name}:
+        data = objects.data[name]
+        objects.remove(name)
+        errors = [each for each in world.scrubbed("memory://c", deep=False) if each.severity == "error"]
+        assert any(fnmatch(f"memory://c/{name}", each.where) for each in errors), name
+        objects.add(name, data)
+
+
 def test_a_registry_serves_one_life_of_a_clone_after_the_other(tmp_path: Path) -> None:
     """Whether it ships or not."""
     a, b = (f"file://{tmp_path}/{name}" for name in "ab")

@@ -182,3 +182,42 @@ def test_threads_that_put_read_and_evict_see_whole_units_only() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert 0 <= cache.bytes <= 3 * SLOT
+
+
+def test_units_leave_room_to_those_who_need_it() -> None:
+    """What is fetched again costs a request; what cannot be written is refused."""
+    files = FaultyFiles()
+    free_bytes = files.free_bytes = 8 * SLOT
+    cache = BlockCache(files, "cache", 100 * SLOT, kept_free_bytes=4 * SLOT)
+    for number in range(10):
+        cache.put(key(number), data(number))
+        assert files.room("cache") >= 4 * SLOT
+    assert cache.get(key(9)) == data(9)
+    assert cache.get(key(0)) is None
+    # Others have taken what there was: as many units go as that takes, and none comes.
+    files.free_bytes = 2 * SLOT
+    cache.put(key(10), data(10))
+    assert files.room("cache") >= 4 * SLOT
+    files.free_bytes = SLOT
+    cache.put(key(11), data(11))
+    assert cache.get(key(11)) is None
+    assert cache.bytes == 0
+    files.free_bytes = free_bytes
+    cache.put(key(12), data(12))
+    assert cache.get(key(12)) == data(12)
+    cache.give_way()
+    assert cache.get(key(12)) is None
+    assert cache.bytes == 0
+    assert files.list("cache") == []
+
+
+def test_a_former_lifes_units_make_room_when_the_cache_is_opened() -> None:
+    """Else the log could not be opened."""
+    files = FaultyFiles()
+    cache = BlockCache(files, "cache", 100 * SLOT)
+    for number in range(10):
+        cache.put(key(number), data(number))
+    files.free_bytes = SLOT
+    BlockCache(files, "cache", 100 * SLOT, kept_free_bytes=4 * SLOT)
+    assert files.room("cache") >= 4 * SLOT
+    assert len(files.list("cache")) in (6, 7)

@@ -19,7 +19,14 @@ from tests.tiering.s3_proxy import Answer, Request, Rule, S3Proxy, proxied
 from lowwater.chaos.clock import SeededRandomness
 from lowwater.config import TierConfig
 from lowwater.engine.real import RealClock, RealRandomness
-from lowwater.errors import LowwaterError, StoreDenied, StoreMissing, StoreReadOnly, StoreUnavailable
+from lowwater.errors import (
+    InvalidConfig,
+    LowwaterError,
+    StoreDenied,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+)
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore
 from lowwater.tiering.store import Store
@@ -199,6 +206,19 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "HEAD": lambda store: store.stat("there"),
     "DELETE": lambda store: store.delete("there"),
 }
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize("status", [405, 411, 414, 415, 501, 505])
+def test_what_the_server_never_does_is_not_asked_again(
+    proxy: S3Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str, status: int
+) -> None:
+    """Neither the network nor time will change it: the server, or what stands before it, has to."""
+    proxy.rule = failing(method, Answer(status, "NotImplemented", "We do not do this"), times=100)
+    with pytest.raises(InvalidConfig, match="cannot be used so") as caught:
+        CALLS[method](behind)
+    assert "docs/operating/stores.md" in caught.value.hint
+    assert sleeper.delays == []
 
 
 @pytest.mark.parametrize("method", CALLS)

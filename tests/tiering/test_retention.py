@@ -288,13 +288,23 @@ def test_a_full_disk_can_be_opened_checkpointed_and_shipped() -> None:
     machine.db.close()
 
 
-def test_without_a_reserve_nothing_is_asked() -> None:
-    """The disk is then written until it is full."""
-    machine = new_machine()
-    asked = []
-    machine.files.fault = lambda each: asked.append(each) if each.kind == "room" else None
-    fill(machine, 0, 50)
-    assert asked == []
+def test_without_a_reserve_what_was_shipped_makes_room_all_the_same() -> None:
+    """The disk is then written until it is full, and it need not come to that."""
+    machine = TieredMachine(
+        options=tier_options(retention={"check_interval_s": 3600.0}), disk_reserve_bytes=0
+    )
+    machine.open()
+    machine.db.create_bucket("b")
+    written = fill(machine, 0, 300)
+    machine.db.ship()
+    machine.later(5)
+    assert machine.db.marks().purged == 0
+    machine.files.free_bytes = 10_000_000
+    machine.clock.advance(2)  # it was asked when there was no limit
+    written |= fill(machine, 300, 1)
+    machine.later(30)
+    assert machine.db.marks().purged > 100
+    assert contents(machine.db) == written
     machine.db.close()
 
 

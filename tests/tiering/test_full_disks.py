@@ -1,0 +1,96 @@
+"""A small disk with a tier: what was read from the store gives way to what is written."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lowwater
+from lowwater.engine.database import Database
+from lowwater.errors import NotFound
+
+MIB = 2**20
+RESERVE = 16 * MIB
+VALUE_BYTES = 500_000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 120 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def free_bytes(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def opened(disk: Path, tmp_path: Path) -> Database:
+    return lowwater.open(
+        disk / "data",
+        tier=f"file://{tmp_path}/archive",
+        config={"engine": {"disk_reserve_bytes": RESERVE}, "wal": {"rotate_max_bytes": 8 * MIB}},
+    )
+
+
+def filled(db: Database, rng: random.Random) -> int:
+    """More history than the disk holds, all of it shipped and purged. Returns the last seq."""
+    db.create_bucket("b")
+    for number in range(300):
+        db.put("b", f"k{number % 10}", rng.randbytes(VALUE_BYTES))
+        if number % 30 == 29:
+            db.ship()
+            db.flush()
+            db.purge(db.purgeable_seq())
+    return db.marks().purged
+
+
+def read_all(db: Database, last: int) -> None:
+    for seq in range(2, last):
+        try:
+            db.get("b", f"k{seq % 10}", at=seq)
+        except NotFound:
+            pass  # it came later
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_reading_old_values_takes_no_room_from_writes(disk: Path, tmp_path: Path) -> None:
+    """What can be fetched again must not keep out what nobody else has, now or after opening again."""
+    rng = random.Random(1)
+    with opened(disk, tmp_path) as db:
+        last = filled(db, rng)
+        read_all(db, last)
+        cached = sum(each.stat().st_size for each in (disk / "data" / "cache").iterdir())
+        assert cached > 10 * MIB
+        assert free_bytes(disk) > RESERVE
+        for _ in range(5):
+            db.put("b", "now", rng.randbytes(VALUE_BYTES))
+        # Somebody else takes all but the reserve: what is cached goes, and writes go on.
+        with open(disk / "other", "wb") as file:
+            file.write(bytes(free_bytes(disk) - RESERVE // 2))
+        for number in range(20):
+            db.put("b", f"more {number}", b"x" * 100_000)
+        # They are not many: the room that the cache had is what they are in.
+        assert sum(each.stat().st_size for each in (disk / "data" / "cache").iterdir()) < cached
+        read_all(db, last)
+        db.put("b", "after", b"1")
+    os.unlink(disk / "other")
+    with opened(disk, tmp_path) as db:
+        read_all(db, last)
+        with open(disk / "other", "wb") as file:
+            file.write(bytes(free_bytes(disk) - RESERVE // 2))
+    # A former life's cache gives way when it is opened.
+    with opened(disk, tmp_path) as db:
+        db.put("b", "again", b"1")
+        assert db.get("b", "after").value == b"1"
+        assert list(db.check()) == []
