@@ -37,9 +37,9 @@ from lowwater.engine.transaction_table import (
     load_table,
     unstamped_in,
 )
-from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError
+from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError, PagesDamaged
 
-_HINT = "pages are made from the log: while nothing writes, move the page directory away, and open again"
+_HINT = PagesDamaged.default_hint
 
 
 def check_pages(
@@ -53,6 +53,10 @@ def check_pages(
 ) -> Iterator[Finding]:
     """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise.
     Pages that are away are read with `read_away`; without it, only their references are looked at."""
+    if damage := store.damage():
+        # What it has under which key cannot be said.
+        yield from (_error(f"the file with all pages is damaged: {why}", path) for why in damage)
+        return
     yield from check_state(store, path, seq_durable)
     yield from _check_first(store, path)
     known = TransactionTable()
