@@ -24,12 +24,17 @@ from lowwater.engine.ownership import Owner, claim, require_owner
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
+from lowwater.engine.seams import Files
+from lowwater.engine.swap import set_aside
 from lowwater.engine.upkeep import VersionPolicy
+from lowwater.errors import PagesDamaged
+from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
     from lowwater.config import Config
 
 T = TypeVar("T")
+_logger = get_logger("engine")
 
 PAGES_DIRECTORY = "pages"
 
@@ -174,7 +179,7 @@ def open_parts(
     try:
         claim(seams.files, log_directory, owner)
         if store is None:
-            store = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}")
+            store = _open_pages(seams.files, path, log)
         try:
             return begin(log, store, seams)
         except BaseException:
@@ -183,3 +188,20 @@ def open_parts(
     except BaseException:
         log.close()
         raise
+
+
+def _open_pages(files: Files, path: str, log: Log) -> PageStore:
+    """The pages of a directory. Those that are damaged give way to none where the log, being whole, has
+    everything that they had: nothing is deleted."""
+    pages = f"{path}/{PAGES_DIRECTORY}"
+    try:
+        return LmdbPages.open(pages)
+    except PagesDamaged as error:
+        if log.creation is None:
+            raise
+        _logger.warning(
+            "the pages are damaged, and are made again from the log",
+            error=str(error),
+            kept_as=set_aside(files, pages),
+        )
+    return LmdbPages.open(pages)
