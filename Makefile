@@ -71,11 +71,11 @@ bench-spark: .venv/bench ## measure Spark over an archive against Parquet of the
 	@$(BIN)/python bench/spark.py --picture build/bench/spark.png
 
 chaos: .venv/dev ## the tests that draw their cases, with as many as have to hold once: more than an hour
-	@MODEL_STEPS=1000000 TIERED_STEPS=160000 LIVES=300 LIVES_TRACED=300 SPARK_ARCHIVES=30 STREAM_KILLS=20 SENDER_ROUNDS=200 \
+	@MODEL_STEPS=1000000 TIERED_STEPS=160000 LIVES=300 LIVES_TRACED=300 PAGE_FLIPS=1000 SPARK_ARCHIVES=30 STREAM_KILLS=20 SENDER_ROUNDS=200 \
 		$(BIN)/pytest -q -n 2 --timeout 7200 tests/engine/test_engine_model.py tests/tiering/test_tiered_model.py \
-		tests/tiering/test_senders.py tests/chaos tests/spark/test_frames.py tests/spark/test_building.py \
+		tests/tiering/test_senders.py tests/engine/test_page_flips.py tests/chaos tests/spark/test_frames.py tests/spark/test_building.py \
 		tests/spark/test_stream_kill.py
-	@echo "chaos passed: models, lives, senders, Spark's replays and its killed streams hold, with long runs of each."
+	@echo "chaos passed: models, lives, senders, flipped bits in pages, Spark's replays and its killed streams hold, with long runs of each."
 
 format: .venv/dev ## write the formatting, and what lint can correct
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .

@@ -153,6 +153,7 @@ static PyMethodDef methods[] = {
     {"merge_range", (PyCFunction)(void (*)(void))merge_range, METH_FASTCALL, merge_range_doc},
     {"newest_row", (PyCFunction)(void (*)(void))newest_row, METH_FASTCALL, newest_row_doc},
     {"plain_objects", (PyCFunction)(void (*)(void))plain_objects, METH_FASTCALL, plain_objects_doc},
+    {"check_tree", (PyCFunction)(void (*)(void))check_tree, METH_FASTCALL, check_tree_doc},
     {NULL, NULL, 0, NULL},
 };
 

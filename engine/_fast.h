@@ -24,7 +24,7 @@
 
 /* As `VERSION` of `engine/fast.py`: a module that an older checkout has left is not used. Change both with
    everything that changes what Python calls, or what it answers. */
-#define VERSION 4
+#define VERSION 5
 
 /* A frame is its seq (8 bytes), the payload's length (4), the checksum of both and the payload (4), and the
    payload: kind, flags, lengths of bucket, key and metadata, time, origin, optional groups, and then bucket, key,
@@ -60,8 +60,9 @@ PyObject *put_changes(PyObject *module, PyObject *const *args, Py_ssize_t arg_co
 PyObject *merge_range(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 PyObject *newest_row(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 PyObject *plain_objects(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
+PyObject *check_tree(PyObject *module, PyObject *const *args, Py_ssize_t arg_count);
 extern const char put_frames_doc[], put_records_doc[], walk_frames_doc[], put_changes_doc[], merge_range_doc[],
-    newest_row_doc[], plain_objects_doc[];
+    newest_row_doc[], plain_objects_doc[], check_tree_doc[];
 
 /* Append a tuple of two or three to a list. */
 int append_row(PyObject *list, PyObject *first, PyObject *second, PyObject *third);

@@ -12,7 +12,6 @@ from lowwater.engine.check import Finding, check_directory, require_log
 from lowwater.engine.check_checkpoints import check_checkpoints
 from lowwater.engine.check_opening import check_opening
 from lowwater.engine.check_pages import check_pages
-from lowwater.engine.compact import damage_of
 from lowwater.engine.content import list_boundaries
 from lowwater.engine.describe import describe_log
 from lowwater.engine.directory import cluster_id_in
@@ -21,7 +20,6 @@ from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.replay import read_meta
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import DATA, PAGES_HINT
 from lowwater.engine.values import ValueReader, segments_in
 from lowwater.errors import LowwaterError, NotFound
 
@@ -42,11 +40,6 @@ def _of_pages(files: Files, directory: str, log: str) -> Iterator[Finding]:
     except (FileNotFoundError, NotADirectoryError):
         return  # they are made when the database is opened
     try:
-        # LMDB trusts what it maps, and could end this process where the file is damaged.
-        damage = damage_of(files, path)
-        if damage:
-            yield from (Finding("error", why, f"{path}/{DATA}", None, None, PAGES_HINT) for why in damage)
-            return
         store = LmdbPages.open(path, read_only=True)
     except NotFound:
         return  # they are made when the database is opened

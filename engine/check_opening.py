@@ -14,9 +14,9 @@ from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.origin import ORIGIN, read_origin, require_restored
 from lowwater.engine.ownership import read_owner
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import COMPACT, DATA, PAGES_HINT
+from lowwater.engine.swap import COMPACT, DATA
 from lowwater.engine.swap import LOCK as PAGES_LOCK
-from lowwater.errors import LowwaterError
+from lowwater.errors import LowwaterError, PagesDamaged
 
 
 def check_opening(files: Files, directory: str, log: str) -> Iterator[Finding]:
@@ -65,12 +65,12 @@ def _missing_pages(files: Files, path: str, log: str) -> Iterator[Finding]:
         return
     if names:
         what = "the file with all pages is missing"
-        yield Finding("error", what, f"{path}/{DATA}", None, None, PAGES_HINT)
+        yield Finding("error", what, f"{path}/{DATA}", None, None, PagesDamaged.default_hint)
         return
     first = next(iter(describe_log(files, log).segments), None)
     if first is not None and first.header is not None and first.header.seq_before:
         what = "there are no pages, and the log's beginning is not here"
-        yield Finding("error", what, path, None, None, "restore it from the archive")
+        yield Finding("error", what, path, None, None, PagesDamaged.default_hint)
 
 
 def _has(files: Files, path: str) -> bool:

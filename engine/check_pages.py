@@ -30,7 +30,6 @@ from lowwater.engine.references import Reference, decode_reference, is_reference
 from lowwater.engine.replay import Meta, read_meta
 from lowwater.engine.sessions import Session, stored_sessions
 from lowwater.engine.state import LOWEST
-from lowwater.engine.swap import PAGES_HINT
 from lowwater.engine.transaction_table import (
     UNSTAMPED_PREFIX,
     TransactionTable,
@@ -38,7 +37,7 @@ from lowwater.engine.transaction_table import (
     load_table,
     unstamped_in,
 )
-from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError
+from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError, PagesDamaged
 
 
 def check_pages(
@@ -52,6 +51,10 @@ def check_pages(
 ) -> Iterator[Finding]:
     """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise.
     Pages that are away are read with `read_away`; without it, only their references are looked at."""
+    if damage := store.damage():
+        # What it has under which key cannot be said.
+        yield from (_error(f"the file with all pages is damaged: {why}", path) for why in damage)
+        return
     yield from check_state(store, path, seq_durable)
     yield from _check_first(store, path)
     known = TransactionTable()
@@ -273,7 +276,7 @@ def _why_unreadable(place: bytes, read_value: PlaceReader) -> str:
 
 
 def _error(what: str, path: str, seq: int | None = None) -> Finding:
-    return Finding("error", what, path, seq, None, PAGES_HINT)
+    return Finding("error", what, path, seq, None, PagesDamaged.default_hint)
 
 
 def _shown(key: bytes) -> str:

@@ -1,7 +1,7 @@
-"""The file with all pages, looked at without trusting it, and written again without its free room.
+"""The file with all pages, written again without its free room.
 
 Always true:
-  - `damage_of` gives no byte of the file to LMDB, which trusts what it maps: it may be anything;
+  - nothing is copied by LMDB before all that it follows was looked at: it copies what it is told to;
   - nothing is replaced by a copy that was not made durable, read back, and found to hold the same;
   - while the pages are written again the log's lock is held, so nobody writes to either.
 """
@@ -13,20 +13,14 @@ import os
 from itertools import zip_longest
 from typing import NamedTuple
 
-from lmdb.verify import VerifyError, verify
-
 from lowwater.engine.check import require_log
 from lowwater.engine.directory import typed_errors
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import COMPACTING, DATA, PAGES_HINT, drop, finish_swap, swap
+from lowwater.engine.swap import COMPACTING, DATA, drop, finish_swap, swap
 from lowwater.engine.wal import lock_directory
-from lowwater.errors import Corrupt, DiskFull
+from lowwater.errors import Corrupt, DiskFull, PagesDamaged
 
-# While somebody writes to it, a file is looked at so often.
-TRIES_MAX = 3
-# LMDB's two roots, one of which changes with each transaction.
-ROOT_BYTES = 2 * 4096
 MARGIN_BYTES = 2**24
 
 
@@ -36,30 +30,6 @@ class Room(NamedTuple):
     size_bytes: int
     used_bytes: int
     pages: int
-
-
-def damage_of(files: Files, path: str) -> list[str]:
-    """What is wrong with the structure of the file in this page directory: the bytes of the pages have
-    checksums of their own. Where an engine writes to it all the time, nothing can be said."""
-    data = f"{path}/{DATA}"
-    for _ in range(TRIES_MAX):
-        with typed_errors(data, "read the pages"):
-            before = _roots(files, data)
-            try:
-                found = verify(data, subdir=False)  # type: ignore[no-untyped-call]
-            except VerifyError as error:
-                found = [str(error)]
-            if not found or _roots(files, data) == before:
-                return [str(each) for each in found]
-    return []
-
-
-def _roots(files: Files, path: str) -> bytes:
-    file = files.open(path)
-    try:
-        return file.read_at(0, ROOT_BYTES)
-    finally:
-        file.close()
 
 
 def room_of(path: str) -> Room:
@@ -81,7 +51,6 @@ def compact(files: Files, path: str, log: str, owner: str) -> tuple[Room, Room]:
         with typed_errors(path, "write the pages again"):
             finish_swap(files, path)
             before = room_of(path)
-            _require_sound(files, path)
             _require_room(path, before.used_bytes)
             try:
                 _copy(files, path, path + COMPACTING)
@@ -94,10 +63,9 @@ def compact(files: Files, path: str, log: str, owner: str) -> tuple[Room, Room]:
         lock.close()
 
 
-def _require_sound(files: Files, path: str) -> None:
-    if found := damage_of(files, path):
-        what = f"the file with all pages is damaged: {found[0]}"
-        raise Corrupt(what, path=f"{path}/{DATA}", hint=PAGES_HINT)
+def _require_sound(store: LmdbPages) -> None:
+    if found := store.damage():
+        raise PagesDamaged(f"the file with all pages is damaged: {found[0]}", path=f"{store.path}/{DATA}")
 
 
 def _require_room(path: str, wanted_bytes: int) -> None:
@@ -117,6 +85,7 @@ def _copy(files: Files, path: str, target: str) -> None:
     files.make_directory(target)
     source = LmdbPages.open(path, read_only=True)
     try:
+        _require_sound(source)
         source.copy_to(target)
         data = files.open(f"{target}/{DATA}", write=True)
         try:
@@ -126,7 +95,6 @@ def _copy(files: Files, path: str, target: str) -> None:
         for name in ("", f"/{DATA}"):
             _give_same_access(path + name, target + name)
         files.sync_directory(target)
-        _require_sound(files, target)
         _require_equal(source, target)
     finally:
         source.close()
@@ -145,8 +113,11 @@ def _give_same_access(path: str, target: str) -> None:
 def _require_equal(source: LmdbPages, target: str) -> None:
     copy = LmdbPages.open(target, read_only=True)
     try:
+        _require_sound(copy)
         for one, other in zip_longest(source.rows(), copy.rows()):
             if one != other:
-                raise Corrupt("what was copied is not what is there", path=target, hint=PAGES_HINT)
+                raise Corrupt(
+                    "what was copied is not what is there", path=target, hint="try again: nothing was changed"
+                )
     finally:
         copy.close()

@@ -64,6 +64,7 @@ from lowwater.errors import (
     LowwaterError,
     NotFound,
     OutOfSpace,
+    PagesDamaged,
     ReopenError,
     TimedOut,
 )
@@ -1021,11 +1022,7 @@ def meta_of(log: Log, store: PageStore) -> Meta | None:
         if log.chain.is_empty:
             return None
         if log.creation is None:
-            raise Corrupt(
-                "there are no pages, and the log's beginning is not here",
-                path=log.directory,
-                hint="restore it from the archive",
-            )
+            raise PagesDamaged("there are no pages, and the log's beginning is not here", path=store.path)
         return new_meta(log.creation)
     if meta.cluster_id != log.cluster_id_at(meta.applied):
         raise Corrupt("the pages belong to another cluster than the log", path=log.directory)

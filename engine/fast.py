@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowwater.engine.records import Record
 
 # As in `_fast.h`.
-VERSION = 4
+VERSION = 5
 
 Changes = tuple[int, int, list[tuple["Range", bytes, bytes]], list[tuple["Range", bytes]]]
 """How many bytes left, of how many records; (range, key, record) of what somebody may still read; and the
@@ -34,6 +34,9 @@ PutRecords = tuple[list[bytes], list[bytes], int, int]
 """The keys in pages and the records of puts, the last one's seq, and where it ends."""
 WalkedFrames = tuple[bytes, int, int, int]
 """The positions of frames as u32, the last one's seq and time, and where it ends."""
+CheckedTree = tuple[int, int, int, int, int, bytes | None]
+"""How many branch pages, leaf pages, overflow pages and entries a tree of LMDB has; the sum of its keys; and
+a byte for each key that was asked for, 1 where it is there."""
 MergedRange = tuple[int, int, list[tuple[int, list[tuple[bytes, bytes]]]]]
 """How many bytes the records have, and how many they are; and of each page that has changes its index (-1:
 below the first), and the keys and bytes of the pages that it becomes."""
@@ -104,3 +107,5 @@ merge_range: Callable[..., MergedRange | None] = _module.merge_range if IS_COMPI
 newest_row: Callable[[bytes, bytes], Any] = _module.newest_row if IS_COMPILED else _not_here
 # Rows of a plain page as objects; NotImplemented likewise.
 plain_objects: Callable[..., Any] = _module.plain_objects if IS_COMPILED else _not_here
+# A tree of LMDB's file, checked. Others run meanwhile. None where Python has to say what is wrong.
+check_tree: Callable[..., CheckedTree | None] = _module.check_tree if IS_COMPILED else _nothing

@@ -1,6 +1,11 @@
 """Pages in LMDB: a directory with `data.mdb`, which has all of them, and `lock.mdb`, LMDB's own.
 
 Always true:
+  - LMDB trusts what it maps, so it follows nothing that was not looked at: when it is opened, all of the
+    file but the content of large values (`lmdb_file.py`), and, before a page or a row of the meta is replaced
+    or deleted, the way to it once more;
+  - the keys of all pages, and the meta, are those that were written last: sums of both change with each
+    transaction, and are compared when it is opened. The content of a page has a checksum of its own;
   - the directory has its name only once the store in it is whole and durable, so a directory without a
     store is damage, and never a beginning;
   - a read transaction lives within one call, behind the gate; LMDB's map is replaced only while the gate
@@ -9,15 +14,16 @@ Always true:
   - nothing here depends on who else has the store open, except that only one process may write: the lock
     of the log's directory sees to that. LMDB's own locks cover readers in other processes.
 
-What this cannot do: LMDB trusts what it maps. A bad sector under the map ends the process with SIGBUS, and
-a flipped bit in LMDB's own tree can do worse than raise. Values are not checked by LMDB at all: a page has
-its own checksum. `lmdb.verify` reads a file that nobody trusts.
+What this cannot do: what rots after it was looked at, while it is open, LMDB follows. A bad sector under the
+map ends the process with SIGBUS, and a flipped bit in an inner page may do as well. It gives no wrong answer:
+readers ask for pages by keys that were compared, and a page under another key is corrupt.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,16 +32,27 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import lmdb
-from lmdb.verify import VerifyError, verify
 
 from lowwater.engine.directory import typed_errors
+from lowwater.engine.lmdb_file import (
+    SUM_MASK,
+    Damage,
+    Found,
+    NotOne,
+    Overtaken,
+    check_file,
+    check_values,
+    pages_limit,
+    read_roots,
+    sum_of,
+    sum_of_rows,
+)
 from lowwater.engine.pagestore import check_write, write_failure
 from lowwater.engine.real import RealFiles
-from lowwater.engine.swap import DATA, LOCK, PAGES_HINT, finish_swap
+from lowwater.engine.swap import DATA, LOCK, finish_swap
 from lowwater.errors import (
     Busy,
     Closed,
-    Corrupt,
     DirectoryLocked,
     DirectoryNotWritable,
     DiskFailed,
@@ -46,6 +63,7 @@ from lowwater.errors import (
     NotFound,
     NotLowwater,
     OutOfSpace,
+    PagesDamaged,
 )
 
 T = TypeVar("T")
@@ -53,8 +71,14 @@ T = TypeVar("T")
 NEW = ".new"
 # Stands in the unnamed database, beside the names of the others.
 FORMAT_KEY = b"lowwater.pages"
-FORMAT = b"1"
-NAMES = (b"pages", b"meta")
+FORMAT = b"2"
+# Without sums. It gets them with its first transaction.
+FORMAT_BEFORE = b"1"
+# The sum of the keys of all pages, and that of the meta's rows.
+SUMS_KEY = b"lowwater.sums"
+SUMS = struct.Struct("<QQ")
+PAGES, META = b"pages", b"meta"
+NAMES = (PAGES, META)
 
 READERS_MAX = 126
 # The rest of LMDB's reader slots are for tools in other processes.
@@ -62,6 +86,8 @@ READERS_HERE_MAX = 100
 MAP_BYTES_INITIAL = 64 * 2**20
 GROWTH_BYTES_MIN = 64 * 2**20
 MAP_BYTES_MAX = 2**40
+# How often a reader that others overtake begins again.
+OVERTAKEN_MAX = 10
 # A run of keys takes well below a millisecond.
 RUN_KEYS = 1000
 RUN_ROWS = 64
@@ -136,15 +162,24 @@ class LmdbPages:
         self._writing = threading.Lock()
         self._failure: LogPoisoned | None = None
         self._generation = 0
-        self._environment = _open_environment(path, read_only=read_only, map_bytes=map_bytes)
+        # Whether its keys and its meta were compared with those that were written: not in the format before.
+        self.has_sums = False
+        self._sums = (0, 0)
+        self._file = RealFiles().open(f"{path}/{DATA}")
         try:
-            # Before anything looks at a page.
-            self._require_whole_file()
-            self._open_databases()
-            # Slots of readers that were killed keep pages from being reused.
-            self._environment.reader_check()
+            with self._seen():
+                pages_limit(self._file, read_roots(self._file))
+            self._environment = _open_environment(path, read_only=read_only, map_bytes=map_bytes)
+            self._begin: Callable[..., Any] = self._environment.begin
+            try:
+                self._require_sound()
+                # Slots of readers that were killed keep pages from being reused.
+                self._environment.reader_check()
+            except BaseException:
+                self._environment.close()
+                raise
         except BaseException:
-            self._environment.close()
+            self._file.close()
             raise
 
     @classmethod
@@ -169,7 +204,7 @@ class LmdbPages:
                 _create(path)
             data = f"{path}/{DATA}"
             if not os.path.exists(data) or not os.path.getsize(data):
-                raise Corrupt("the file with all pages is missing or empty", path=data, hint=PAGES_HINT)
+                raise PagesDamaged("the file with all pages is missing or empty", path=data)
             used = os.path.getsize(data)
             wanted = max(used, min(map_bytes, map_bytes_max))
             with _translated(path, "open the page store"):
@@ -230,6 +265,15 @@ class LmdbPages:
             while found := self._read(partial(_run, database, last)):
                 yield from ((table, key, value) for key, value in found)
                 last = found[-1][0]
+
+    def damage(self) -> list[str]:
+        """What is wrong with the file, as of one transaction: nothing of it is given to LMDB for that."""
+        try:
+            with typed_errors(self.path, "read the file with all pages"):
+                self._found(headers=True)
+        except Damage as damage:
+            return [str(damage)]
+        return []
 
     def copy_to(self, directory: str) -> None:
         """All of it without free room, into an empty directory. It is not durable there yet."""
@@ -325,6 +369,8 @@ class LmdbPages:
                         number = errno.ENOSPC
                     self._failure = write_failure(number, self.path)
                     raise self._failure from error
+                except Damage as damage:
+                    raise self._damaged(damage) from damage
                 else:
                     return
 
@@ -335,6 +381,7 @@ class LmdbPages:
         meta: Mapping[bytes, bytes | None],
     ) -> None:
         with self._environment.begin(db=self._pages, write=True) as transaction:
+            sums = self._sums_after(transaction, puts, deletes, meta)
             for key in deletes:
                 transaction.delete(key)
             if puts:
@@ -344,7 +391,31 @@ class LmdbPages:
                     transaction.delete(key, db=self._meta)
                 else:
                     transaction.put(key, value, db=self._meta)
+            transaction.put(SUMS_KEY, SUMS.pack(*sums), db=self._main)
+            if not self.has_sums:
+                transaction.put(FORMAT_KEY, FORMAT, db=self._main)
+        self._sums = sums
+        self.has_sums = True
         self._fill_file()
+
+    def _sums_after(
+        self,
+        transaction: lmdb.Transaction[bytes],
+        puts: Sequence[tuple[bytes, bytes]],
+        deletes: Sequence[bytes],
+        meta: Mapping[bytes, bytes | None],
+    ) -> tuple[int, int]:
+        """The sums as they are after a write that has begun. It finds out which keys are there, by what LMDB
+        is about to follow."""
+        put = [key for key, _ in puts]
+        there = check_values(self._file, transaction.id() - 1, {PAGES: [*put, *deletes], META: list(meta)})
+        key_sum, meta_sum = self._sums
+        key_sum += sum_of(key for key in put if not there[PAGES][key])
+        key_sum -= sum_of(key for key in set(deletes).difference(put) if there[PAGES][key])
+        before = {key: transaction.get(key, db=self._meta) or b"" for key in meta if there[META][key]}
+        after = {key: value for key, value in meta.items() if value is not None}
+        meta_sum += sum_of_rows(after) - sum_of_rows(before)
+        return key_sum & SUM_MASK, meta_sum & SUM_MASK
 
     def _is_full(self, puts: Sequence[tuple[bytes, bytes]]) -> bool:
         """LMDB reports the first write that was cut short for want of room as EIO."""
@@ -414,41 +485,76 @@ class LmdbPages:
                 with self._gate.alone():
                     self._gate.closed = True
                     self._environment.close()
+                    self._file.close()
 
     def _open_databases(self) -> None:
         environment = self._environment
-        with environment.begin() as transaction:
-            found = transaction.get(FORMAT_KEY)
-        if found is None:
-            raise NotLowwater("this is an LMDB database, but not one of Lowwater", path=self.path)
-        if found != FORMAT:
-            raise NewerVersion(f"the page store has format {found!r}, and not {FORMAT!r}", path=self.path)
+        self._main = environment.open_db()
         self._databases = [environment.open_db(name, create=False) for name in NAMES]
         self._pages, self._meta = self._databases
-        self._begin: Callable[..., Any] = environment.begin
+        self._begin = environment.begin
 
     def _counted_bytes(self) -> int:
         page_bytes: int = self._environment.stat()["psize"]
         return (self._environment.info()["last_pgno"] + 1) * page_bytes
 
-    def _require_whole_file(self) -> None:
-        """Short is a file that was cut, or one whose writer died between a commit and `_fill_file`. In the
-        latter nothing is missing that is in use, which takes a walk through all of it to know."""
-        if os.path.getsize(f"{self.path}/{DATA}") >= self._counted_bytes():
-            return
-        try:
-            findings = verify(self.path)  # type: ignore[no-untyped-call]
-        except VerifyError as error:
-            findings = [str(error)]
-        # A running engine may have filled it meanwhile.
-        if findings and os.path.getsize(f"{self.path}/{DATA}") < self._counted_bytes():
-            raise Corrupt(
-                f"the file with all pages was cut: {findings[0]}",
-                path=f"{self.path}/{DATA}",
-                hint=PAGES_HINT,
-            )
+    def _require_sound(self) -> None:
+        """That LMDB can follow the file, and that it holds the keys and the meta that were written last."""
+        with self._seen():
+            found = self._found()
+            stored = found.values.get(FORMAT_KEY)
+            if stored is None and not found.trees:
+                raise NotLowwater("this is an LMDB database, but not one of Lowwater", path=self.path)
+            if stored is not None and stored not in (FORMAT, FORMAT_BEFORE):
+                raise NewerVersion(
+                    f"the page store has format {stored!r}, and not {FORMAT!r}", path=self.path
+                )
+            if stored is None or sorted(found.trees) != sorted(NAMES):
+                raise Damage("the tree of trees has lost one, or what it says of them")
+            self._open_databases()
+            with self._environment.begin(db=self._meta) as transaction:
+                sums = transaction.get(SUMS_KEY, db=self._main)
+                meta_sum = sum_of_rows(dict(transaction.cursor()))
+            self.has_sums = stored == FORMAT
+            self._sums = (found.key_sums[PAGES], meta_sum)
+            if self.has_sums:
+                if found.values.get(SUMS_KEY, b"")[:8] != SUMS.pack(*self._sums)[:8]:
+                    raise Damage("the keys of its pages are not those that were written")
+                # Another process may have written since: the meta is as new as this.
+                if sums is None or sums[8:] != SUMS.pack(*self._sums)[8:]:
+                    raise Damage("its meta is not what was written")
+        # Short is a file whose writer died between a commit and `_fill_file`: nothing is missing.
         if not self.read_only:
             self._fill_file()
+
+    def _found(self, *, headers: bool = False) -> Found:
+        """What a transaction sees, which nobody changes while it lasts."""
+
+        def check(transaction: lmdb.Transaction[Any]) -> Found:
+            return check_file(self._file, read_roots(self._file, transaction.id()), headers=headers)
+
+        for _ in range(OVERTAKEN_MAX):
+            try:
+                return self._read(check)
+            except Overtaken:
+                continue  # two others ended before its roots were read
+        return self._read(check)
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        try:
+            yield
+        except NotOne as error:
+            raise NotLowwater(
+                f"the file with all pages is not one of LMDB: {error}",
+                path=f"{self.path}/{DATA}",
+                hint=PagesDamaged.default_hint,
+            ) from error
+        except Damage as damage:
+            raise self._damaged(damage) from damage
+
+    def _damaged(self, damage: Damage) -> PagesDamaged:
+        return PagesDamaged(f"the file with all pages is damaged: {damage}", path=f"{self.path}/{DATA}")
 
 
 def _run(database: Any, after: bytes, transaction: lmdb.Transaction[bytes]) -> list[tuple[bytes, bytes]]:
@@ -504,6 +610,7 @@ def _create(path: str) -> None:
                 for table in NAMES:
                     environment.open_db(table, txn=transaction)
                 transaction.put(FORMAT_KEY, FORMAT)
+                transaction.put(SUMS_KEY, SUMS.pack(0, 0))
         finally:
             environment.close()
     files.sync_directory(new)
@@ -539,7 +646,7 @@ def _typed(error: lmdb.Error, path: str, doing: str) -> LowwaterError:
     if isinstance(error, lmdb.InvalidError):
         return NotLowwater(f"cannot {doing}: its file is not one of LMDB", **where)
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.BadTxnError)):
-        return Corrupt(f"cannot {doing}: LMDB found damage ({error})", hint=PAGES_HINT, **where)
+        return PagesDamaged(f"cannot {doing}: LMDB found damage ({error})", **where)
     if isinstance(error, lmdb.ReadersFullError):
         hint = "too many processes read this page store: end some of them"
         return Busy(f"cannot {doing}: all {READERS_MAX} reader slots are taken", hint=hint, **where)

@@ -81,6 +81,7 @@ class SoundDisk:
 class MemoryPages:
     def __init__(self, disk: Disk | None = None, *, path: str = "pages") -> None:
         self.path = path
+        self.has_sums = True
         self._disk: Disk = SoundDisk() if disk is None else disk
         self._life = self._disk.life
         self._mutex = threading.Lock()
@@ -156,6 +157,9 @@ class MemoryPages:
             self._disk.perform("sync", self.path, effect, data=_flat(transaction), life=self._life)
         except OSError as error:
             raise write_failure(error.errno or 0, self.path) from error
+
+    def damage(self) -> list[str]:
+        return self._read(lambda _: [])
 
     def size_bytes(self) -> int:
         return self._read(lambda _: self._size_bytes)

@@ -24,7 +24,10 @@ from lowwater.engine.ownership import Owner, claim, require_owner
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
+from lowwater.engine.seams import Files
+from lowwater.engine.swap import set_aside
 from lowwater.engine.upkeep import VersionPolicy
+from lowwater.errors import PagesDamaged
 from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
@@ -181,7 +184,7 @@ def open_parts(
         if owner == "fed" and not log.chain.is_empty:
             _tell_of_unused(log, log_options)
         if store is None:
-            store = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}")
+            store = _open_pages(seams.files, path, log)
         try:
             return begin(log, store, seams)
         except BaseException:
@@ -201,3 +204,20 @@ def _tell_of_unused(log: Log, options: LogOptions | None) -> None:
             path=log.directory,
             configured=change.body,
         )
+
+
+def _open_pages(files: Files, path: str, log: Log) -> PageStore:
+    """The pages of a directory. Those that are damaged give way to none where the log, being whole, has
+    everything that they had: nothing is deleted."""
+    pages = f"{path}/{PAGES_DIRECTORY}"
+    try:
+        return LmdbPages.open(pages)
+    except PagesDamaged as error:
+        if log.creation is None:
+            raise
+        _logger.warning(
+            "the pages are damaged, and are made again from the log",
+            error=str(error),
+            kept_as=set_aside(files, pages),
+        )
+    return LmdbPages.open(pages)

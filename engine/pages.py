@@ -30,7 +30,7 @@ from blake3 import blake3
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.fast import IS_COMPILED, newest_row, plain_objects
-from lowwater.errors import Corrupt, NewerVersion, NotLowwater
+from lowwater.errors import Corrupt, NewerVersion, NotLowwater, PagesDamaged
 
 assert sys.byteorder == "little", "the columns are written as they are in memory"
 assert array("Q").itemsize == 8
@@ -75,7 +75,7 @@ _FLAG_BYTES_KNOWN = bytes(range(FLAGS_KNOWN + 1))
 _PUT_BYTES = bytes((0, REFERENCE))
 _PLAIN_BYTES = bytes([0, BUCKET])
 _TOMBSTONE_BYTES = bytes(flags for flags in range(FLAGS_KNOWN + 1) if flags & TOMBSTONE)
-_HINT = "restore this node from the archive, or build it again from its whole log: pages are made from it"
+_HINT = PagesDamaged.default_hint
 
 Version = tuple[int, int, int, int, bytes, bytes]
 """frame seq, seq, time_us, flags, metadata, value"""

@@ -64,6 +64,13 @@ class PageStore(Protocol):
         Deleting what is not there changes nothing."""
         ...
 
+    has_sums: bool
+    """Whether the keys of its pages were compared with those that were written, when it was opened."""
+
+    def damage(self) -> list[str]:
+        """What is wrong with what the store itself has put around pages, looked at without trusting it."""
+        ...
+
     def size_bytes(self) -> int:
         """What the store takes of the disk. It never falls while it is open."""
         ...

@@ -18,7 +18,7 @@ from lowwater.engine.ranges import Range
 from lowwater.engine.records import Record
 from lowwater.engine.state import State
 from lowwater.engine.transaction_table import View
-from lowwater.errors import Corrupt
+from lowwater.errors import PagesDamaged
 
 # How many pages, and how many changed keys, are looked up at a time.
 RUN_PAGES = 32
@@ -119,5 +119,5 @@ def _read(state: State, run: list[Stretch]) -> list[Stretch]:
 
 def _required(run: list[Stretch]) -> list[Stretch]:
     if any(each.key is not None and each.page is None for each in run):
-        raise Corrupt("a page is missing from the page store")
+        raise PagesDamaged("a page is missing from the page store")
     return run

@@ -116,6 +116,9 @@ class RealFile:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
+    def fileno(self) -> int:
+        return self._fd
+
     def read_at(self, offset: int, size: int) -> bytes:
         data = os.pread(self._fd, size, offset)
         if len(data) == size or not data:

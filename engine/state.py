@@ -65,7 +65,7 @@ from lowwater.engine.references import decode_reference, is_reference
 from lowwater.engine.session_frames import apply_session_frame
 from lowwater.engine.sessions import SESSION_KINDS, Sessions
 from lowwater.engine.transaction_table import Row, Seen, TransactionTable, View, holder, seen
-from lowwater.errors import Corrupt, InternalError
+from lowwater.errors import Corrupt, InternalError, PagesDamaged
 
 _new = tuple.__new__
 _DATA_KINDS = frozenset({Kind.CREATE_BUCKET, Kind.DELETE_BUCKET, Kind.PUT, Kind.DELETE, Kind.COPY})
@@ -112,6 +112,8 @@ class State:
         # Where the frame with a seq lies.
         self.locate: Callable[[int], tuple[int, int]] = _nowhere
         keys = list(store.page_keys())
+        if not store.has_sums:
+            _require_boundaries(keys, boundaries, store.path)
         self.map = RangeMap(_ranges_of(keys))
         self.buckets: dict[str, Object] = {}
         self.prefixes: dict[str, bytes] = {}
@@ -679,7 +681,7 @@ class State:
         self.pages_read += 1
         data = self.store.get(key)
         if data is None:
-            raise Corrupt("a page is missing from the page store")
+            raise PagesDamaged("a page is missing from the page store", path=self.store.path)
         return self.away.page(key, data) if is_reference(data) else decode_page(data, key)
 
     # ------------------------------------------------------------------ versions at a seq
@@ -1035,6 +1037,13 @@ def _nowhere(seq: int) -> tuple[int, int]:
 
 def _referred_seq(payload: bytes) -> int:
     return int(format.VALUE_REF.unpack(payload[-format.VALUE_REF.size :])[1])
+
+
+def _require_boundaries(keys: list[bytes], boundaries: Boundaries, path: str) -> None:
+    """Of a store without sums, that pages begin where they may: a key that is not what it was hardly does."""
+    keys = [key for key in keys if key != LOWEST]
+    if boundaries.cuts(keys) != keys:
+        raise PagesDamaged("a page lies under a key at which none begins", path=path)
 
 
 def _ranges_of(keys: list[bytes]) -> list[Range]:

@@ -17,6 +17,7 @@ Where a copy is being made, and what it replaced, is nobody's, and goes.
 from __future__ import annotations
 
 import os
+from itertools import count
 
 from lowwater.engine.seams import Files
 
@@ -27,12 +28,7 @@ LOCK = "lock.mdb"
 COMPACT = ".compact"
 COMPACTING = ".compacting"
 REPLACED = ".replaced"
-
-# Where they are damaged.
-PAGES_HINT = (
-    "pages are made from the log where that is whole: stop what writes here, copy the directory, and in the "
-    "copy move the pages aside and open it"
-)
+DAMAGED = ".damaged"
 
 
 def finish_swap(files: Files, path: str) -> None:
@@ -55,6 +51,16 @@ def swap(files: Files, path: str) -> None:
     files.rename(path + COMPACT, path)
     files.sync_directory(parent)
     drop(files, path + REPLACED)
+
+
+def set_aside(files: Files, path: str) -> str:
+    """Give the pages that are damaged another name, which nobody uses: which one."""
+    parent, _, name = os.path.realpath(path).rpartition("/")
+    taken = files.list(parent)
+    kept = next(each for number in count(1) if (each := f"{name}{DAMAGED}-{number}") not in taken)
+    files.rename(f"{parent}/{name}", f"{parent}/{kept}")
+    files.sync_directory(parent)
+    return f"{parent}/{kept}"
 
 
 def drop(files: Files, path: str) -> None:

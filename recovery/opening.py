@@ -35,7 +35,8 @@ from lowwater.engine.real import RealFiles
 from lowwater.engine.replay import Progress
 from lowwater.engine.space import kept_free_bytes
 from lowwater.engine.tier import ShippingStatus
-from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError
+from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError, PagesDamaged
+from lowwater.logging import get_logger
 from lowwater.metrics import ColdMetrics, StoreMetrics
 from lowwater.recovery.arguments import ConfigSource, place_options
 from lowwater.recovery.warming import Warming
@@ -57,6 +58,9 @@ from lowwater.tiering.store_uri import parse_uri
 
 if TYPE_CHECKING:
     from lowwater.config import Config
+
+
+_logger = get_logger("recovery")
 
 
 class ParentTier:
@@ -169,6 +173,42 @@ def open_directory(
     from lowwater.config import Config
 
     loaded = Config.load(config)
+
+    def open_it() -> Database:
+        return _open_directory(
+            directory, loaded, tier=tier, create=create, registry=registry, progress=progress
+        )
+
+    try:
+        return open_it()
+    except PagesDamaged as damaged:
+        # Here, because it needs to know how to open an archive.
+        from lowwater.recovery.rebuild import rebuild_pages
+
+        try:
+            done = rebuild_pages(directory, tier=tier, config=loaded)
+        except LowwaterError as error:
+            damaged.hint += f". That was tried: {error.message}"
+            raise damaged from error
+        _logger.warning(
+            "the pages are lost or damaged, and are made again",
+            error=str(damaged),
+            kept_as=done.kept_as,
+            checkpoint_seq=done.checkpoint_seq,
+            segments_fetched=done.segments_fetched,
+        )
+    return open_it()
+
+
+def _open_directory(
+    directory: str | os.PathLike[str],
+    loaded: Config,
+    *,
+    tier: str | None,
+    create: bool,
+    registry: CollectorRegistry | None,
+    progress: Progress | None,
+) -> Database:
     settings = configured(directory, loaded)
     origin = read_origin(RealFiles(), settings.path)
     if origin is None:

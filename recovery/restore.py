@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine import format
-from lowwater.engine.blocks import NO_HASH, KnownColumns
+from lowwater.engine.blocks import NO_HASH
 from lowwater.engine.chain import CLUSTER_ID_BYTES
 from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.flush import META_KEY
-from lowwater.engine.install import install_references
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Seams
 from lowwater.engine.opening import PAGES_DIRECTORY
@@ -37,19 +37,16 @@ from lowwater.recovery.opening import append_fork, open_log, open_to_read
 from lowwater.recovery.point import (
     Point,
     Reached,
-    catalogue_as_of,
-    creation_in,
     missing_after,
     parent_segment,
     point_of,
     reach,
     seq_of,
 )
+from lowwater.recovery.references import install_checkpoint
 from lowwater.recovery.warming import Warming
 from lowwater.tiering.archive import open_archive
-from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.fetcher import Fetcher
-from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Found, Part, Store
 
@@ -366,36 +363,8 @@ class _Restore:
         try:
             if META_KEY in pages.read_meta():
                 return sum(size == REFERENCE_BYTES for _, size in pages.page_sizes())
-            remote = RemoteCheckpoint(fetcher, point.checkpoint)
-            catalogue = catalogue_as_of(reached.recorded, point.checkpoint.seq)
-            if catalogue and remote.index.control_body.get("catalogue") != catalogue.body():
-                raise Corrupt(
-                    "the checkpoint and the manifest do not agree on what was shipped by then",
-                    path=remote.path,
-                    seq=point.checkpoint.seq,
-                )
-            creation = creation_in(reached, fetcher)
-            settings = creation.settings
-            assert settings.page_keys is not None
-            assert settings.inline_bytes_max is not None
-            total = remote.index.block_count
-
-            def counted() -> Iterator[KnownColumns]:
-                done = 0
-                for part in remote.columns():
-                    done += len(part[0][0])
-                    self._progress("references", done, total)
-                    yield part
-
-            count = install_references(
-                pages,
-                remote.index,
-                counted(),
-                ArchivedBlocks(fetcher),
-                salt=creation.salt,
-                page_keys=settings.page_keys,
-                inline_bytes_max=settings.inline_bytes_max,
-                rows=catalogue.freeze(),
+            count = install_checkpoint(
+                pages, reached, fetcher, point.checkpoint, partial(self._progress, "references")
             )
         finally:
             self._close_pages(pages)

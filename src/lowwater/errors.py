@@ -36,6 +36,7 @@
     ├── DataError                repair or restore the data: what is stored cannot be trusted
     │   ├── NotLowwater              the file is of another format (wrong magic, or empty)
     │   ├── Corrupt                  a checksum, an order or a link of the chain does not hold
+    │   │   └── PagesDamaged             ... of pages, which are made again of the log and the archive
     │   ├── StoreCorrupt             the object store does not hold what it said that it took
     │   └── LogDivergence            the same seq arrived with other content
     ├── ReopenError              close this handle, deal with the cause, open again
@@ -255,6 +256,10 @@ class Corrupt(DataError):
     default_hint = (
         "run `lowwater log verify` on the directory, then `lowwater log repair` into a copy, or restore"
     )
+
+
+class PagesDamaged(Corrupt):
+    default_hint = "`lowwater rebuild-pages DIR` makes them again from log and archive, and deletes nothing"
 
 
 class StoreCorrupt(DataError):

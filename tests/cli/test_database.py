@@ -320,7 +320,7 @@ def test_check_finds_a_flipped_byte_in_the_log_and_in_a_page(path: str) -> None:
     assert not document["sound"]
     (finding,) = document["findings"]
     assert finding["path"].endswith("pages")
-    assert "made from the log" in finding["hint"]
+    assert "rebuild-pages" in finding["hint"]
     flip(f"{path}/wal/current.log", 500)
     document = json.loads(run("check", path, "--json").stdout)
     assert {os.path.basename(each["path"]) for each in document["findings"]} >= {"pages", "current.log"}
@@ -459,6 +459,21 @@ def test_compact_local_gives_free_room_back(path: str) -> None:
         assert db.redone <= 1
 
 
+def test_rebuild_pages_says_where_the_others_lie_now(path: str) -> None:
+    """Nothing is deleted, and what was damaged takes room until somebody removes it."""
+    with lowwater.open(path) as db:
+        root = db.root()
+    os.truncate(f"{path}/pages/data.mdb", 10_000)
+    assert run("pages", path).exit_code == 65
+    assert "lowwater rebuild-pages" in run("pages", path).stderr
+    done = run_json("rebuild-pages", path)
+    assert done["kept_as"] == f"{path}/pages.damaged-1"
+    assert os.path.getsize(f"{path}/pages.damaged-1/data.mdb") == 10_000
+    assert "makes all pages from the log" in run("rebuild-pages", path).stdout
+    assert run_json("root", path)["root"] == root
+    assert run("check", path).stdout == "sound\n"
+
+
 def test_compact_local_refuses_a_database_that_is_open(path: str) -> None:
     """What is written meanwhile would be lost."""
     with lowwater.open(path):
@@ -521,7 +536,7 @@ URI = "s3://user:hunter2@bucket/x?secret_access_key=hunter2"
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([name, URI] for name in ("root", "ls", "checkpoints", "pages", "compact-local")),
+        *([name, URI] for name in ("root", "ls", "checkpoints", "pages", "compact-local", "rebuild-pages")),
         ["get", URI, "b", "k"],
         ["history", URI, "b", "k"],
         ["put", "--create", URI, "b", "k"],

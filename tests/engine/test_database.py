@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import cbor2
-import lmdb
 import pytest
 
 import lowwater
@@ -27,6 +26,7 @@ from lowwater.engine import format
 from lowwater.engine.database import EngineOptions
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.flush import AFTER_COMMIT, BEFORE_COMMIT, META_KEY, META_VERSION
+from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.opening import open_with
@@ -833,16 +833,18 @@ def copy_pages(path: str, target: str) -> None:
 
 def change_store(path: str, table: bytes, change: Callable[[bytes, bytes], bytes | None]) -> int:
     """Pass each key and value of a table of the closed page store through `change`; how many changed."""
-    with lmdb.open(f"{path}/pages", max_dbs=8, map_size=2**30) as environment:
-        database = environment.open_db(table, create=False)
-        with environment.begin(write=True) as transaction:
-            changed = 0
-            for key, value in list(transaction.cursor(database)):
-                new = change(key, value)
-                if new is not None and new != value:
-                    transaction.put(key, new, db=database)
-                    changed += 1
-            return changed
+    pages = LmdbPages.open(f"{path}/pages")
+    found = {
+        each: new
+        for name, each, value in list(pages.rows())
+        if name == table and (new := change(each, value)) is not None and new != value
+    }
+    if table == b"meta":
+        pages.write([], [], found)
+    else:
+        pages.write(sorted(found.items()), [], {})
+    pages.close()
+    return len(found)
 
 
 def test_a_page_with_a_flipped_byte_is_an_error_and_never_an_answer(path: str) -> None:

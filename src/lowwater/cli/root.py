@@ -23,6 +23,7 @@ COMMANDS = {
     "scrub": "lowwater.cli.tier.scrub",
     "tier": "lowwater.cli.tier",
     "compact-local": "lowwater.cli.database.compact_local",
+    "rebuild-pages": "lowwater.cli.database.rebuild_pages",
     "restore": "lowwater.cli.restore",
     "spark": "lowwater.cli.spark",
     **{
