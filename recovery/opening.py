@@ -188,7 +188,7 @@ def open_directory(
         try:
             done = rebuild_pages(directory, tier=tier, config=loaded)
         except LowwaterError as error:
-            damaged.hint += f". That was tried: {error.message}"
+            damaged.hint += f". That was tried: {error.message}; {error.hint}"
             raise damaged from error
         _logger.warning(
             "the pages are lost or damaged, and are made again",

@@ -61,6 +61,8 @@ BEFORE_COUNT = Failpoint("ship.before_count")
 
 # Who orders entries may not have come to it yet.
 PROPOSE_AGAIN_S = 1.0
+# How long closing may take for a checkpoint that is not shipped yet.
+FINISH_S = 10.0
 # How long who waits sleeps at most, before it looks around.
 LOOK_AFTER_S = 0.2
 
@@ -508,14 +510,16 @@ class Shipper:
                     raise TimedOut(f"not all was shipped within {timeout_s:g} s", path=self._core.directory)
 
     def finish(self) -> None:
-        """Before the end: ship the checkpoint that was made last. What is in the way of it is said in the
-        log; the next life does it then."""
+        """Before the end: ship the checkpoint that was made last, for so long at most. What is in the way of
+        it is said in the log; the next life does it then. Who is fed leaves it to the other replicas: perhaps
+        nobody orders its entries any more."""
         made_seq = max((each.seq for each in self._core.checkpoints()), default=0)
         is_in_the_way = any(each.error is not None for each in self._backoffs(counting=True))
-        if self._is_over or is_in_the_way or self._core.failure is not None or self._has_checkpoint(made_seq):
+        is_able = self._claims and not self._is_over and self._core.failure is None
+        if not is_able or is_in_the_way or self._has_checkpoint(made_seq):
             return
         try:
-            self.ship(None)
+            self.ship(FINISH_S)
         except LowwaterError as error:
             _logger.warning("closed before its checkpoint was shipped", error=str(error))
 

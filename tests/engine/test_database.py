@@ -796,7 +796,7 @@ def test_a_log_whose_beginning_is_gone_is_enough_for_pages_and_too_little_withou
     os.rename(f"{path}/pages", f"{path}/pages-away")
     with pytest.raises(Corrupt, match="beginning is not here") as caught:
         lowwater.open(path)
-    assert "restore" in caught.value.hint
+    assert "name the archive: --tier URI" in caught.value.hint
     os.rename(f"{path}/away", f"{path}/wal/segment-{1:020}-{seq_last_of(path):020}.log")
     with lowwater.open(path) as db:
         assert db.root() == root
