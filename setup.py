@@ -17,8 +17,9 @@ class Wheel(bdist_wheel):
     def run(self):
         # Whether an optional extension is there is known when it was tried.
         self.run_command("build")
-        built = self.get_finalized_command("build_ext").get_outputs()
-        self.root_is_pure = not any(map(os.path.exists, built))
+        if not any(map(os.path.exists, self.get_finalized_command("build_ext").get_outputs())):
+            self.distribution.ext_modules = None
+            self.root_is_pure = True
         super().run()
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_a_wheel_without_loops_is_for_any_platform_and_pip_has_a_compiled_one_be
     assert not pip.install(compiler=False)
     assert pip.cached() == [PURE]
     assert "Root-Is-Purelib: true" in wheel_file(pip)
+    (place,) = (pip.folder / "cache" / "wheels").rglob("*.whl")
+    with zipfile.ZipFile(place) as wheel:
+        assert {name.partition("/")[0] for name in wheel.namelist()} == {
+            "lowwater",
+            f"lowwater-{lowwater.__version__}.dist-info",
+        }
     # As `setup.py` says, no tag has pip build again. This does.
     assert not pip.install(compiler=True)
     pip("cache", "remove", "lowwater")

@@ -95,7 +95,7 @@ class Asked:
 
     def answer(self, *, quiet: bool = True) -> dict[str, Any]:
         """What it says, which has to be what the engine says, and nothing on stderr."""
-        printed, errors = self.process.communicate(timeout=600)
+        printed, errors = self.process.communicate()
         assert self.process.returncode == 0, printed + errors
         if quiet:
             assert NOISE.sub("", errors) == ""

@@ -33,7 +33,7 @@ def test_a_second_call_gives_the_running_session_and_refuses_another_master(spar
     """There is one JVM in a process: a second master would be ignored without a word."""
     assert lowwater.spark.session() is spark
     assert lowwater.spark.session(master="local[2]") is spark
-    with pytest.raises(InvalidConfig, match=r"running with master local\[2\], not local\[3\]"):
+    with pytest.raises(InvalidConfig, match=r"running with master local\[2\], not master local\[3\]"):
         lowwater.spark.session(master="local[3]")
 
 
