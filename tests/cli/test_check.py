@@ -111,7 +111,7 @@ def test_what_is_found_sound_opens(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "damage"),
-    [("pages/data.mdb", Path.unlink), ("wal/owner", emptied), ("wal/owner", as_fifo), ("wal/lock", as_fifo)],
+    [("wal/owner", emptied), ("wal/owner", as_fifo), ("wal/lock", as_fifo)],
 )
 def test_what_keeps_a_database_from_opening_is_an_error(
     tmp_path: Path, name: str, damage: Callable[[Path], object]
@@ -124,6 +124,17 @@ def test_what_keeps_a_database_from_opening_is_an_error(
     assert found.hint
     assert checked(path) == 65
     assert not opens(path)
+
+
+def test_lost_pages_are_an_error_until_they_are_made_again(tmp_path: Path) -> None:
+    """The whole log is here: opening makes them, and nothing is wrong any more."""
+    path = made(tmp_path, "alone")
+    (path / "pages" / "data.mdb").unlink()
+    (found,) = [each for each in lowwater.check(path) if each.severity == "error"]
+    assert "rebuild-pages" in found.hint
+    assert checked(path) == 65
+    assert opens(path)
+    assert checked(path) == 0
 
 
 # ---------------------------------------------------------------------------- permission

@@ -24,11 +24,13 @@ _MISSING = "check the path; `lowwater put --create` makes a database, and the bu
 
 
 @contextmanager
-def opened_to_write(ctx: click.Context, path: str, *, create: bool = False) -> Iterator[Database]:
-    """The database in a directory, with the configuration that the command line was given."""
+def opened_to_write(
+    ctx: click.Context, path: str, *, create: bool = False, config: Config | None = None
+) -> Iterator[Database]:
+    """The database in a directory, with the configuration that the command line was given, or another one."""
     end_on_sigterm(ctx)
     try:
-        db = lowwater.open(path, config=ctx.find_root().obj, create=create)
+        db = lowwater.open(path, config=config or ctx.find_root().obj, create=create)
     except NotFound as error:
         if create:
             raise
@@ -59,10 +61,8 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
         with lowwater.Engine(path, config=ctx.find_root().obj) as engine:
             yield engine
     else:
-        end_on_sigterm(ctx)
-        with lowwater.open(
-            path, config=_without_settings(Config.load(ctx.find_root().obj)), create=False
-        ) as db:
+        config = _without_settings(Config.load(ctx.find_root().obj))
+        with opened_to_write(ctx, path, config=config) as db:
             yield db
 
 
