@@ -163,6 +163,8 @@ def _roots_at(file: RealFile, page: int, page_bytes: int) -> Roots:
     size = roots.free.page_bytes
     if size & (size - 1) or not PAGE_BYTES_MIN <= size <= PAGE_BYTES_MAX:
         raise Damage(f"its pages are said to have {size:,} bytes")
+    if roots.free.flags != NUMBER_KEYS or roots.main.flags or roots.main.page_bytes:
+        raise Damage(f"the trees of meta page {page} are said to be of another kind")
     return roots._replace(page_bytes=size)
 
 
@@ -174,8 +176,6 @@ def check_file(file: RealFile, roots: Roots, *, headers: bool = False) -> Found:
     value too. Nobody may write to these pages meanwhile: LMDB does not while a transaction reads them."""
     limit = pages_limit(file, roots)
     used = bytearray(roots.last_page + 1)
-    if roots.free.flags != NUMBER_KEYS or roots.main.flags:
-        raise Damage("its trees are said to be of another kind")
     free = _Walk(file, roots.page_bytes, limit, used, headers=True, is_numbers=True)
     free.check(roots.free, "the list of free pages")
     trees, values = _main_rows(file, roots, limit, used)

@@ -643,9 +643,16 @@ def _typed(error: lmdb.Error, path: str, doing: str) -> LowwaterError:
         return DirectoryLocked(f"cannot {doing}: it is open already", hint=hint, **where)
     if isinstance(error, lmdb.VersionMismatchError):
         return NewerVersion(f"cannot {doing}: its file is of another version of LMDB", **where)
-    if isinstance(error, lmdb.InvalidError):
-        return NotLowwater(f"cannot {doing}: its file is not one of LMDB", **where)
-    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.NotFoundError, lmdb.BadTxnError)):
+    if isinstance(
+        error,
+        (
+            lmdb.InvalidError,
+            lmdb.CorruptedError,
+            lmdb.PageNotFoundError,
+            lmdb.NotFoundError,
+            lmdb.BadTxnError,
+        ),
+    ):
         return PagesDamaged(f"cannot {doing}: LMDB found damage ({error})", **where)
     if isinstance(error, lmdb.ReadersFullError):
         hint = "too many processes read this page store: end some of them"

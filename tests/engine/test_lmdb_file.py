@@ -163,6 +163,22 @@ def test_compiled_code_is_given_anything(tmp_path: Path) -> None:
             fast.check_tree(file.fileno(), 4096, -1, None, 2, 1, None, False)
 
 
+@pytest.mark.parametrize("place", [89, 90, 92])
+@pytest.mark.parametrize("page", [0, 1])
+def test_what_lmdb_itself_refuses_is_damage_too(tmp_path: Path, page: int, place: int) -> None:
+    """The kind of a tree, in either of its roots: of it a person would be told to check the path."""
+    path = str(tmp_path / "pages")
+    pages = LmdbPages.open(path)
+    for write in writes(1, 3):
+        pages.write(*write)
+    pages.close()
+    data = Path(path, "data.mdb").read_bytes()
+    Path(path, "data.mdb").write_bytes(flipped(data, (page * 4096 + place) * 8 + 4))
+    with pytest.raises(PagesDamaged) as caught:
+        LmdbPages.open(path)
+    assert "rebuild-pages" in caught.value.hint
+
+
 # ---------------------------------------------------------------------------- what LMDB believes to write
 
 
