@@ -195,7 +195,7 @@ def test_it_says_what_to_install_where_the_command_lines_packages_are_missing(tm
 def test_it_says_its_version() -> None:
     """The first question of every report."""
     done = lowwater("--version")
-    assert re.fullmatch(r"lowwater \d+\.\d+\.\d+\n", done.stdout)
+    assert re.fullmatch(r"lowwater \d+\.\d+\.\d+ \(loops (not )?compiled.*\)\n", done.stdout)
 
 
 # ------------------------------------------------------------------ what is not an error

@@ -91,11 +91,11 @@ def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch
     other = types.ModuleType("lowwater.engine._fast")
     monkeypatch.setitem(sys.modules, "lowwater.engine._fast", other)
     monkeypatch.delenv("PURE_PYTHON", raising=False)
-    assert fast._compiled() is None
+    assert fast._compiled()[0] is None
     other.VERSION = fast.VERSION + 1  # type: ignore[attr-defined]
-    assert fast._compiled() is None
+    assert fast._compiled()[0] is None
     other.VERSION = fast.VERSION  # type: ignore[attr-defined]
-    assert fast._compiled() is other
+    assert fast._compiled() == (other, "")
 
 
 def test_python_puts_records_as_changes_by_itself() -> None:

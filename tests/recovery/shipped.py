@@ -15,7 +15,7 @@ from lowwater.tiering.opening import open_tiered
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.store import Store
 
-QUIET = EngineOptions(checkpoint_interval_s=None)
+QUIET = EngineOptions(transaction_age_max_s=None, checkpoint_interval_s=None)
 SMALL = LogOptions(segment_bytes=16_384, block_bytes=4096, segment_age_max_s=1e6)
 
 
