@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,66 @@ def server_of(folder: Path) -> FaultyStore:
     for found in store.list():
         objects.add(found.name, store.read(found.name))
     return FaultyStore(objects=objects)
+
+
+def test_closing_ships_the_checkpoint_that_was_made(tmp_path: Path) -> None:
+    """Whoever makes one before going expects it in the archive: a restore begins with it."""
+    archive = f"file://{tmp_path}/archive"
+    with lowwater.open(tmp_path / "db", tier=archive) as db:
+        db.create_bucket("b")
+        db.put_many("b", [(f"{number}", b"value") for number in range(100)])
+        db.checkpoint()
+        seq = db.checkpoints()[0].seq
+    assert lowwater.restore(archive, tmp_path / "again", clone=True).checkpoint_seq == seq
+
+
+def test_closing_does_not_wait_for_a_store_that_is_down(tmp_path: Path) -> None:
+    """The next life ships it."""
+    archive = tmp_path / "archive"
+    db = lowwater.open(tmp_path / "db", tier=f"file://{archive}")
+    db.create_bucket("b")
+    db.ship()
+    shutil.move(archive, tmp_path / "away")
+    archive.write_bytes(b"in its place")
+    db.put("b", "k", b"v")
+    with pytest.raises(LowwaterError):
+        db.ship()
+    db.checkpoint()
+    db.close()
+    archive.unlink()
+    shutil.move(tmp_path / "away", archive)
+    with lowwater.open(tmp_path / "db", tier=f"file://{archive}") as db:
+        db.ship(timeout=120)
+        seq = db.checkpoints()[0].seq
+    assert lowwater.restore(f"file://{archive}", tmp_path / "again", clone=True).checkpoint_seq == seq
+
+
+@pytest.mark.slow
+def test_with_a_tier_checkpoints_are_made_without_being_asked_for(tmp_path: Path) -> None:
+    """A restore never replays all history. Here by size; without a tier there are none."""
+    archive = f"file://{tmp_path}/archive"
+    value = random.Random(1).randbytes(2**20)
+    for tier in (archive, None):
+        with lowwater.open(tmp_path / f"db {tier is None}", tier=tier) as db:
+            db.create_bucket("b")
+            for number in range(260):
+                db.put("b", f"{number}", value)
+            while tier and not db.checkpoints():
+                threading.Event().wait(0.1)
+            assert bool(db.checkpoints()) == bool(tier)
+    assert lowwater.restore(archive, tmp_path / "again", clone=True).checkpoint_seq > 250
+
+
+def test_checkpoints_by_themselves_can_be_switched_off(tmp_path: Path) -> None:
+    """Each way on its own: what is not set has its default, and none is not unset."""
+    config: dict[str, Any] = {"engine": {"checkpoint_entry_interval_s": "none"}}
+    with lowwater.open(tmp_path / "one", tier=f"file://{tmp_path}/archive", config=config) as db:
+        assert db.options.checkpoint_entry_interval_s is None
+        assert db.options.checkpoint_entry_bytes == 2**28
+    config["engine"]["checkpoint_entry_bytes"] = "none"
+    with lowwater.open(tmp_path / "two", tier=f"file://{tmp_path}/other", config=config) as db:
+        assert db.options.checkpoint_entry_interval_s is None
+        assert db.options.checkpoint_entry_bytes is None
 
 
 def test_a_user_ships_to_a_folder_and_purges(tmp_path: Path) -> None:
