@@ -68,6 +68,7 @@ def pip(tmp_path: Path) -> Pip:
     return Pip(tmp_path)
 
 
+@pytest.mark.long
 def test_a_wheel_without_loops_is_for_any_platform_and_pip_has_a_compiled_one_before_it(pip: Pip) -> None:
     """With one tag for both, the slower one would take the other's place in the cache, or in a folder of
     wheels, and be served to whoever has the compiler's."""
@@ -100,6 +101,7 @@ def test_a_wheel_without_loops_is_for_any_platform_and_pip_has_a_compiled_one_be
     assert pip.install(compiler=False)
 
 
+@pytest.mark.long
 def test_a_folder_is_built_each_time_whatever_there_was(pip: Pip) -> None:
     """So installing from a clone takes the compiler that came after the first try."""
     clone = str(pip.folder / "lowwater-main")

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeVar, TypeVarTuple
 
 import opendal
@@ -32,7 +33,7 @@ from lowwater.engine.seams import Randomness
 from lowwater.errors import NotFound, StoreDenied, StoreUnavailable, UploadGone
 from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, is_taken, translated
 from lowwater.tiering.retries import Retries
-from lowwater.tiering.s3_client import usable_client
+from lowwater.tiering.s3_client import NotTrusted, usable_client
 from lowwater.tiering.s3_uploads import S3Uploads
 from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
 from lowwater.tiering.store_uri import CONTAINERS, StorePlace
@@ -156,14 +157,22 @@ class OpenDalStore(Handle):
 
     def _stream(self, name: str, parts: Iterable[Part]) -> bool:
         pieces = _pieces(parts, self._limits.part_bytes)
-        begun = list(islice(pieces, 2))
+        begun = deque(islice(pieces, 2))
         if len(begun) < 2:
             return self.retries.run(lambda: self._put(name, b"".join(begun)))
-        pieces = chain(begun, pieces)
+
+        def all_of_them() -> Iterator[bytes]:
+            while begun:
+                yield begun.popleft()
+            yield from pieces
+
         try:
             if self._uploads is not None:
-                return self._uploads.write(name, pieces, keeps=self.refuses_to_overwrite)
-            return self._stream_through_opendal(name, pieces)
+                try:
+                    return self._uploads.write(name, all_of_them(), keeps=self.refuses_to_overwrite)
+                except NotTrusted:
+                    self._uploads = None  # nothing was sent yet
+            return self._stream_through_opendal(name, all_of_them())
         except UploadGone:
             # It is gone as well where it was completed, and the answer did not come through.
             if self._is_there(name):
@@ -346,20 +355,24 @@ def _is_secret(option: str) -> bool:
 
 
 def _pieces(parts: Iterable[Part], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of `size`, all but the last."""
-    kept = bytearray()
+    """The same bytes in pieces of `size`, all but the last. Of what was given away nothing is kept."""
+    waiting: list[memoryview] = []
+    missing = size
+
+    def take() -> bytes:
+        piece = b"".join(waiting)
+        waiting.clear()
+        return piece
+
     for part in parts:
-        view = memoryview(part)
-        start = 0
-        while start < len(view):
-            taken = view[start : start + size - len(kept)]
-            start += len(taken)
-            if not kept and len(taken) == size:
-                yield bytes(taken)
-                continue
-            kept += taken
-            if len(kept) == size:
-                yield bytes(kept)
-                kept.clear()
-    if kept:
-        yield bytes(kept)
+        view = memoryview(part).cast("B")
+        while len(view) >= missing:
+            waiting.append(view[:missing])
+            view, missing = view[missing:], size
+            yield take()
+        if view:
+            waiting.append(view)
+            missing -= len(view)
+        del part, view
+    if waiting:
+        yield take()

@@ -3,9 +3,11 @@
 Always true:
   - every request is signed over its body, so the server takes nothing that was changed on its way;
   - an answer that says no is one of our errors, by what the caller must do, as OpenDAL's are;
-  - `usable_client` gives one only where it does what OpenDAL would: with keys from the options or
-    the environment, and no option that it does not know. A role, a profile, a proxy or encryption
-    by the server are OpenDAL's alone.
+  - `usable_client` gives one only where it does what OpenDAL would: with keys and a region from the
+    options or the environment, and no option that it does not know. A role, a profile, a proxy, a strange
+    endpoint or encryption by the server are OpenDAL's alone. So are servers whose certificates Python does
+    not trust, which is found out when they are called;
+  - no error shows a key.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import hashlib
 import hmac
 import os
 import re
+import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import NamedTuple
 from urllib.parse import SplitResult, quote, urlsplit
@@ -31,10 +35,16 @@ from lowwater.tiering.store import at
 # What a request that OpenDAL makes depends on, and ones of ours do too.
 OPTIONS = frozenset({"endpoint", "region", "access_key_id", "secret_access_key", "session_token"})
 
+# The status where a condition does not hold.
+REFUSED = 412
 # Answers of S3 by their status. All others are tried again.
 KINDS = {401: "PermissionDenied", 403: "PermissionDenied", 404: "NotFound", 429: "RateLimited"}
 # What the server does not do, it will not do later either.
 KINDS |= dict.fromkeys((405, 411, 414, 415, 501, 505), "Unsupported")
+
+
+class NotTrusted(Exception):
+    """Python does not trust the server's certificate; OpenDAL, which brings its own authorities, may."""
 
 
 class Answer(NamedTuple):
@@ -43,10 +53,8 @@ class Answer(NamedTuple):
     """Their names are in small letters."""
     body: bytes
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether the condition of the request did not hold."""
-        return self.status == 412
+    def has(self, tag: str) -> bool:
+        return re.search(rf"<{tag}[\s>]", self.body.decode("utf-8", "replace")) is not None
 
     def text_of(self, tag: str) -> str:
         """What stands in the first element of that name; nothing where there is none."""
@@ -85,10 +93,15 @@ class S3Client:
         self._timeout_s = timeout_s
         self._clock = clock or RealClock()
 
+    @cached_property
+    def _trusted(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
     def connect(self) -> HTTPConnection:
         """A connection that no other thread uses."""
-        secure = self._endpoint.scheme == "https"
-        return (HTTPSConnection if secure else HTTPConnection)(self._endpoint.netloc, timeout=self._timeout_s)
+        if self._endpoint.scheme == "https":
+            return HTTPSConnection(self._endpoint.netloc, timeout=self._timeout_s, context=self._trusted)
+        return HTTPConnection(self._endpoint.netloc, timeout=self._timeout_s)
 
     def send(
         self,
@@ -99,7 +112,8 @@ class S3Client:
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send a request for the object `name`, or for the bucket. Raises OSError and HTTPException."""
+        """Send a request for the object `name`, or for the bucket. Raises OSError,
+        HTTPException and NotTrusted."""
         path = self._endpoint.path.rstrip("/") + f"/{self._bucket}"
         if name is not None:
             path += f"/{self.prefix}{name}"
@@ -108,11 +122,16 @@ class S3Client:
             f"{quote(k, safe='-_.~')}={quote(v, safe='-_.~')}" for k, v in sorted(query.items())
         )
         signed = self._signed(method, path, query_text, hashlib.sha256(body).hexdigest())
-        connection.request(method, f"{path}?{query_text}", body=body, headers={**signed, **(headers or {})})
+        try:
+            connection.request(
+                method, f"{path}?{query_text}", body=body, headers={**signed, **(headers or {})}
+            )
+        except ssl.SSLCertVerificationError as error:
+            raise NotTrusted(str(error)) from None
 
-    def receive(self, connection: HTTPConnection, name: str | None) -> Answer:
+    def receive(self, connection: HTTPConnection, name: str | None, *, may_refuse: bool = False) -> Answer:
         """The answer to what was sent. Raises what it says, where that is an error, and StoreUnavailable
-        where there is none; that a condition did not hold is no error."""
+        where there is none. `may_refuse` says that 412 is an answer: a condition did not hold."""
         try:
             response = connection.getresponse()
             headers = {name.lower(): value for name, value in response.getheaders()}
@@ -121,8 +140,8 @@ class S3Client:
             connection.close()
             raise self.unavailable(error, name) from None
         # The end of an upload is announced as a success before it is one.
-        is_error = answer.status >= 300 or b"<Error>" in answer.body[:1000]
-        if is_error and not answer.is_refused:
+        is_error = answer.status >= 300 or answer.has("Error")
+        if is_error and not (may_refuse and answer.status == REFUSED):
             raise self._said(answer, name)
         return answer
 
@@ -133,25 +152,39 @@ class S3Client:
         query: Mapping[str, str],
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
+        *,
+        expected: str = "",
+        may_refuse: bool = False,
     ) -> Answer:
-        """One request on a connection of its own."""
-        connection = self.connect()
+        """One request on a connection of its own. An answer without the element `expected` was cut."""
+        try:
+            connection = self.connect()
+        except (OSError, HTTPException) as error:
+            raise self.unavailable(error, name) from None
         try:
             try:
                 self.send(connection, method, name, query, body, headers)
             except (OSError, HTTPException) as error:
                 raise self.unavailable(error, name) from None
-            return self.receive(connection, name)
+            answer = self.receive(connection, name, may_refuse=may_refuse)
+            if expected and answer.status != REFUSED and not answer.has(expected):
+                raise self.unavailable("its answer was cut, or is none of S3", name)
+            return answer
         finally:
             connection.close()
 
     def unavailable(self, error: Exception | str, name: str | None) -> LowwaterError:
-        said = str(error) or type(error).__name__
+        said = self._without_keys(str(error)) or type(error).__name__
         return StoreUnavailable(f"the store did not do it: {said:.300}", path=self._path(name))
+
+    def _without_keys(self, said: str) -> str:
+        for secret in filter(None, (self._key, self._token, self._key_id)):
+            said = said.replace(secret, "…")
+        return said
 
     def _said(self, answer: Answer, name: str | None) -> LowwaterError:
         code, message = answer.text_of("Code"), answer.text_of("Message")
-        said = " ".join(part for part in (code, message) if part) or "no reason given"
+        said = self._without_keys(" ".join(part for part in (code, message) if part)) or "no reason given"
         return error_of(
             KINDS.get(answer.status, "Unexpected"),
             code,
@@ -201,16 +234,18 @@ def usable_client(
 ) -> S3Client | None:
     """None where what the options and the environment say is OpenDAL's alone."""
     environment = os.environ
-    region = (
-        options.get("region")
-        or environment.get("AWS_REGION")
-        or environment.get("AWS_DEFAULT_REGION")
-        or "us-east-1"
-    )
-    address = (
-        options.get("endpoint") or environment.get("AWS_ENDPOINT_URL") or f"https://s3.{region}.amazonaws.com"
-    )
-    endpoint = urlsplit(address if "://" in address else f"https://{address}")
+    region = options.get("region") or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    address = options.get("endpoint") or environment.get("AWS_ENDPOINT_URL")
+    if address is None and environment.keys() & {"AWS_ENDPOINT", "AWS_S3_ENDPOINT"}:
+        return None
+    address = address or f"https://s3.{region}.amazonaws.com"
+    try:
+        endpoint = urlsplit(address if "://" in address else f"https://{address}")
+        host = endpoint.hostname or ""
+    except ValueError:
+        return None
+    # Of that host OpenDAL makes the region's.
+    is_strange = host in ("", "s3.amazonaws.com") or "@" in endpoint.netloc or "%" in endpoint.path
     if options.keys() & {"access_key_id", "secret_access_key"}:
         key_id, key = options.get("access_key_id", ""), options.get("secret_access_key", "")
         token = options.get("session_token", "")
@@ -218,8 +253,9 @@ def usable_client(
         key_id = environment.get("AWS_ACCESS_KEY_ID", "")
         key = environment.get("AWS_SECRET_ACCESS_KEY", "")
         token = environment.get("AWS_SESSION_TOKEN", "")
-    goes_through_a_proxy = endpoint.scheme in getproxies() and not proxy_bypass(endpoint.hostname or "")
-    if not (key_id and key) or not options.keys() <= OPTIONS or goes_through_a_proxy:
+    if not (region and key_id and key) or is_strange or not options.keys() <= OPTIONS:
+        return None
+    if getproxies().keys() & {endpoint.scheme, "all"} and not proxy_bypass(host):
         return None
     return S3Client(
         endpoint,

@@ -6,7 +6,7 @@ Always true:
   - no upload is removed because of its name: others may be sending the same object at this moment. One is,
     when the store's own time of its beginning, compared with the store's own clock, is older than the age
     that was set, and the store has shown that it knows when an upload began;
-  - memory is a part for each connection, whatever an object's size.
+  - memory is a part for each connection and one more, besides what the caller makes parts of.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
@@ -24,13 +24,14 @@ from lowwater.errors import LowwaterError, StoreUnavailable, UploadGone
 from lowwater.logging import get_logger
 from lowwater.tiering.names import parse
 from lowwater.tiering.retries import Retries
-from lowwater.tiering.s3_client import S3Client
+from lowwater.tiering.s3_client import REFUSED, NotTrusted, S3Client
 from lowwater.tiering.store import at
 
 _logger = get_logger("shipping")
 
 # How long between two looks for what was left, unless uploads get old sooner.
 SWEEP_EVERY_S = 3600.0
+PAGES_MAX = 1000
 # What the upload is called that is begun to see whether the store knows when. No object is ever made of it.
 PROBE = ".probe-upload"
 
@@ -80,13 +81,8 @@ class S3Uploads:
         return is_made
 
     def _begin(self, name: str) -> str:
-        answer = self._client.request("POST", name, {"uploads": ""})
-        upload = answer.text_of("UploadId")
-        if not upload:
-            raise StoreUnavailable(
-                "the store has begun an upload, and does not say which", path=at(self._client.uri, name)
-            )
-        return upload
+        answer = self._client.request("POST", name, {"uploads": ""}, expected="UploadId")
+        return answer.text_of("UploadId")
 
     def _send(self, name: str, upload: str, parts: Iterable[bytes]) -> list[str]:
         """Send all parts, several at once: while one is being sent, the server works at those before."""
@@ -102,6 +98,7 @@ class S3Uploads:
                 lane = lanes[number % len(lanes)]
                 end(lane)
                 lane.send(number, part)
+                del part  # its lane has it, for as long as it needs it
             for lane in lanes:
                 end(lane)
         finally:
@@ -118,7 +115,16 @@ class S3Uploads:
         headers = {"Content-Type": "application/xml"}
         if keeps:
             headers["If-None-Match"] = "*"
-        return not self._client.request("POST", name, {"uploadId": upload}, body, headers).is_refused
+        answer = self._client.request(
+            "POST",
+            name,
+            {"uploadId": upload},
+            body,
+            headers,
+            expected="CompleteMultipartUploadResult",
+            may_refuse=keeps,
+        )
+        return answer.status != REFUSED
 
     def _abort(self, name: str, upload: str) -> bool:
         """False where there is no such upload any more. Where something else is in the way, it gets old."""
@@ -142,7 +148,7 @@ class S3Uploads:
             if self._swept_s is not None and now_s < self._swept_s + min(SWEEP_EVERY_S, self._age_max_s):
                 return
             self._swept_s = now_s
-            with suppress(LowwaterError, ValueError):
+            with suppress(LowwaterError, NotTrusted, ValueError):
                 self._sweep()
         finally:
             self._sweeping.release()
@@ -152,7 +158,7 @@ class S3Uploads:
         old = [
             each
             for each in self._pending("")
-            if each.is_old and (self._client.prefix or parse(each.name) is not None)
+            if each.is_old and (self._client.prefix or each.name == PROBE or parse(each.name) is not None)
         ]
         if not old:
             return
@@ -177,25 +183,26 @@ class S3Uploads:
     def _pending(self, name_prefix: str) -> Iterator[Pending]:
         prefix = self._client.prefix
         marker: dict[str, str] = {}
-        while True:
+        # Of a server that gives its pages for ever the first ones are enough.
+        for _ in range(PAGES_MAX):
             query = {"uploads": "", "prefix": prefix + name_prefix, **marker}
-            answer = self._client.request("GET", None, query)
-            now = parsedate_to_datetime(answer.headers.get("date", ""))
+            answer = self._client.request("GET", None, query, expected="ListMultipartUploadsResult")
+            now = _in_utc(parsedate_to_datetime(answer.headers.get("date", "")))
             for found in answer.elements("Upload"):
-                began = datetime.fromisoformat(found.get("Initiated", ""))
+                began = _in_utc(datetime.fromisoformat(found.get("Initiated", "")))
                 is_old = now - began > timedelta(seconds=self._age_max_s)
                 yield Pending(found.get("Key", "").removeprefix(prefix), found.get("UploadId", ""), is_old)
             if answer.text_of("IsTruncated") != "true":
                 return
-            before, marker = (
-                marker,
-                {
-                    "key-marker": answer.text_of("NextKeyMarker"),
-                    "upload-id-marker": answer.text_of("NextUploadIdMarker"),
-                },
-            )
-            if marker == before:
-                return  # a server that gives the same page for ever
+            marker = {
+                "key-marker": answer.text_of("NextKeyMarker"),
+                "upload-id-marker": answer.text_of("NextUploadIdMarker"),
+            }
+
+
+def _in_utc(moment: datetime) -> datetime:
+    """S3 means that, also where it does not say so."""
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 class _Lane:
@@ -218,18 +225,18 @@ class _Lane:
             self._send()
 
     def receive(self) -> str:
-        """The mark of the part that is under way. To be called again after StoreUnavailable."""
+        """The mark of the part that is under way. To be called again after StoreUnavailable: then the part is
+        sent again."""
+        assert self.number, "no part is under way"
         if not self._is_sent:
             self._send()
         assert self._connection is not None
         self._is_sent = False
-        answer = self._client.receive(self._connection, self._name)
+        etag = self._client.receive(self._connection, self._name).headers.get("etag")
+        if not etag:
+            self._connection.close()  # whatever comes there belongs to nothing
+            raise self._client.unavailable("its answer was cut, or is none of S3", self._name)
         self.number, self._part = 0, b""
-        etag = answer.headers.get("etag")
-        if etag is None:
-            raise StoreUnavailable(
-                "the store took a part, and gave no mark of it", path=at(self._client.uri, self._name)
-            )
         return etag
 
     def _send(self) -> None:

@@ -13,7 +13,7 @@ Where the log has recorded one already, only what that one does not name is look
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from blake3 import blake3
 
@@ -44,8 +44,17 @@ class CheckpointShipper:
     """Ships the checkpoints of an engine, one after the other, in steps. Those that were made while one was
     being shipped are passed over, but for the newest."""
 
-    def __init__(self, core: Core, store: Store, *, own_after: int = 0) -> None:
-        """What was recorded up to the entry `own_after` lies in the archive of a parent, and not there."""
+    def __init__(
+        self,
+        core: Core,
+        store: Store,
+        *,
+        own_after: int = 0,
+        passing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """What was recorded up to the entry `own_after` lies in the archive of a parent, and not there.
+        `passing` is called before each part that goes out. It may raise to give up."""
+        self._passing = passing
         self._core = core
         self._store = store
         self._own_after = own_after
@@ -141,7 +150,10 @@ class CheckpointShipper:
         file = stored.open_pack(pack)
         try:
             made = write_verified(
-                self._store, name, lambda: _parts(file, size, pack, stored.packs_directory), size=size
+                self._store,
+                name,
+                lambda: self._told(_parts(file, size, pack, stored.packs_directory)),
+                size=size,
             )
         finally:
             file.close()
@@ -149,6 +161,11 @@ class CheckpointShipper:
             self._require_size(name, size)
         self.packs_written += made
         self.bytes_written += size if made else 0
+
+    def _told(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        for part in parts:
+            self._passing()
+            yield part
 
     def _write_index(self, described: CheckpointDescriptor, index: bytes) -> None:
         name = checkpoint_name(described)

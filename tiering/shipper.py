@@ -7,7 +7,7 @@ Always true:
   - nothing is uploaded before this owner has claimed an epoch, where it orders the log's entries itself;
   - a mark counts when the manifest with its entry was read back, and nobody was seen to claim a higher epoch
     after that. Who was outrun stops, and its database with it;
-  - no writer ever waits for anything here, and no lock is held while a store works;
+  - no writer ever waits for anything here, and no lock that a writer takes is held while a store works;
   - all of it can be done again from the beginning, after a crash at any line: names and bytes are the log's.
 
 Work is done in steps: one looks around, records and publishes; others upload, each one object, of the log or
@@ -135,7 +135,12 @@ class Shipper:
         self._proposed: tuple[int, float] = (0, 0.0)
         # What a clone ships is whole in its own archive, its parent's checkpoints are not.
         parent = options.parent
-        self._checkpoints = CheckpointShipper(core, stores[0], own_after=0 if parent is None else parent.seq)
+        self._checkpoints = CheckpointShipper(
+            core,
+            stores[0],
+            own_after=0 if parent is None else parent.seq,
+            passing=self._require_not_over,
+        )
         self._shipping_checkpoint = threading.Lock()
         # Of what is wrong with a checkpoint here, or with the store where it goes.
         self._checkpoint_trouble = self._new_backoff()
@@ -328,11 +333,19 @@ class Shipper:
         """Upload one object of a checkpoint, or record one that is there, where the log is shipped so far."""
         if self._is_over:
             return None
-        with self._shipping_checkpoint:
-            try:
-                return self._advance_checkpoint()
-            except Stopping:
-                return None
+        # Somebody else may be at it, for as long as an upload takes.
+        if not self._shipping_checkpoint.acquire(blocking=False):
+            return self._options.interval_s
+        try:
+            return self._advance_checkpoint()
+        except Stopping:
+            return None
+        finally:
+            self._shipping_checkpoint.release()
+
+    def _require_not_over(self) -> None:
+        if self._is_over:
+            raise Stopping
 
     def _advance_checkpoint(self) -> float:
         checkpoints, trouble = self._checkpoints, self._checkpoint_trouble
@@ -497,9 +510,11 @@ class Shipper:
                         # In a simulation time stands still while somebody sleeps.
                         began_s = min(began_s, self._clock.monotonic() - wait_s)
             self._require_going_on()
-            if self._core.counted_hwm >= target and self._has_checkpoint(checkpoint_seq):
+            has_log = self._core.counted_hwm >= target
+            if has_log and self._has_checkpoint(checkpoint_seq):
                 return self._core.counted_hwm
-            error = self._error_since(attempts)
+            # What is wrong with a checkpoint is told once the log is safe.
+            error = self._error_since(attempts, log_alone=not has_log)
             if error is not None and (left_s is None or not isinstance(error, RetryError)):
                 raise again(error)
             if left_s is not None:
@@ -597,12 +612,14 @@ class Shipper:
         errors = [each.error for each in self._backoffs() if each.error is not None]
         return next((error for error in errors if is_alarm(error)), None)
 
-    def _error_since(self, attempts: Mapping[int, int]) -> LowwaterError | None:
+    def _error_since(self, attempts: Mapping[int, int], *, log_alone: bool) -> LowwaterError | None:
         """What went wrong with what `ship` waits for, since so many attempts had failed."""
         errors = [
             each.error
             for each in self._backoffs(counting=True)
-            if each.error is not None and each.total > attempts.get(id(each), 0)
+            if each.error is not None
+            and each.total > attempts.get(id(each), 0)
+            and not (log_alone and each is self._checkpoint_trouble)
         ]
         return min(errors, key=lambda error: isinstance(error, RetryError), default=None)
 

@@ -545,7 +545,7 @@ def recorded(node: Node) -> list[list[Record]]:
     return [list(found.segments), list(found.checkpoints), list(found.forks)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("mode", SURVIVALS)
 def test_a_crash_at_any_operation_leaves_the_catalogue_as_the_log_has_it(mode: Any) -> None:

@@ -357,7 +357,7 @@ class Killer:
         assert min(self.ended_in_the_log[kind] for kind in ("commit", "abort", "rollback")) > kills // 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_acknowledged_is_lost_in_10_kills(tmp_path: Path) -> None:
     """A few of them each time that somebody changes something."""
     Killer(tmp_path).run(10, whole_every=5)

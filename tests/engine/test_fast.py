@@ -991,7 +991,7 @@ def pages_to_take_away() -> tuple[Callable[[], object], list[Any]]:
     return merge, [page_keys, stored]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_compiled
 def test_what_the_garbage_collector_calls_may_take_everything_away() -> None:
     """It may run whenever there is a new list or tuple, and what it calls is anybody's."""

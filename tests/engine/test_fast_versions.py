@@ -375,7 +375,7 @@ def test_versions_leave_nothing_in_memory() -> None:
 # ---------------------------------------------------------------------------- all of it
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_compiled
 @pytest.mark.parametrize("needs", ["snapshots", "a horizon", "scans"])
 def test_an_engine_that_keeps_versions_has_the_same_pages_without_compiled_code(

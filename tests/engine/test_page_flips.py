@@ -296,7 +296,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Model, str]:
     return path, model, root
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(12 * 3600)
 @pytest.mark.parametrize("is_purged", [True, False])
 def test_a_flipped_bit_in_a_closed_file_gives_right_answers_or_typed_errors(

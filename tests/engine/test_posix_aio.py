@@ -409,7 +409,7 @@ class LeftError(Exception):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_exception_out_of_a_signal_handler_leaves_a_file_that_can_be_written(
     asking: SequentialFile, tmp_path: Path
 ) -> None:

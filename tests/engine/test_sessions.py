@@ -335,7 +335,7 @@ def run(node: Node, pairs: list[tuple[int, Any]], rng: random.Random) -> None:
             node.engine.flush()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("redo")
 @pytest.mark.parametrize("mode", SURVIVALS)
 def test_a_crash_at_any_operation_leaves_the_sessions_as_the_log_has_them(mode: Any) -> None:

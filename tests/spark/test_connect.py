@@ -110,7 +110,7 @@ needs_client = pytest.mark.skipif(not CLIENT.is_dir(), reason="needs Spark Conne
 
 @pytest.mark.slow
 @needs_client
-@pytest.mark.parametrize("place", ["a server", "its own"])
+@pytest.mark.parametrize("place", [pytest.param("a server", marks=pytest.mark.long), "its own"])
 def test_everything_works_over_spark_connect_where_the_only_java_is_that_of_the_wheel(
     spark: SparkSession, hidden_java: dict[str, str], tmp_path: Path, place: str
 ) -> None:

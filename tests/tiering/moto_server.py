@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import boto3
+from botocore.exceptions import ClientError
 
 from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_ACCESS_KEY, S3Server
 
@@ -36,7 +37,12 @@ def boto_client(endpoint: str) -> Any:
 
 def pending_uploads(server: S3Server | MotoServer, prefix: str) -> list[str]:
     """The keys of uploads that are begun, and not completed, below a prefix."""
-    found = boto_client(server.endpoint).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    try:
+        found = boto_client(server.endpoint).list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchUpload":
+            raise
+        return []  # so rclone says that there was never any
     return sorted(each["Key"] for each in found if each["Key"].startswith(prefix))
 
 

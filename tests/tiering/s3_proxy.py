@@ -24,7 +24,7 @@ class Request(NamedTuple):
 
 class Answer(NamedTuple):
     """`cut` is how many bytes of the body get through before the connection ends; `forward` asks the real
-    server first, and throws its answer away."""
+    server first, and throws its answer away; `raw` is all that goes out before the connection ends."""
 
     status: int = 200
     code: str = ""
@@ -32,6 +32,7 @@ class Answer(NamedTuple):
     forward: bool = False
     cut: int | None = None
     hang: threading.Event | None = None
+    raw: bytes | None = None
 
 
 Rule = Callable[[Request], Answer | None]
@@ -85,6 +86,10 @@ class S3Proxy:
         answer = self.rule(request) if self.rule is not None else None
         if answer is not None and answer.hang is not None:
             answer.hang.wait()
+        if answer is not None and answer.raw is not None:
+            client.wfile.write(answer.raw)
+            client.close_connection = True
+            return
         if answer is None or answer.forward or answer.cut is not None:
             status, headers, content = self._forward(client, body)
         if answer is not None and answer.cut is None:

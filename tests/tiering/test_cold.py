@@ -248,7 +248,7 @@ def found_by_key(segment: RemoteSegment, number: int) -> list[tuple[int, bytes]]
     return list(segment.frames_of_key(b"b", b"k%d" % number))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_every_flipped_byte_that_is_read_is_found(compression: str) -> None:
     """Never returned: the error names the object and an offset, or the answer is right all the same."""

@@ -439,7 +439,7 @@ def test_who_waits_for_shipping_keeps_nobody_busy(tmp_path: Path, monkeypatch: p
     assert steps < 10 * segments
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_program_that_is_killed_all_the_time_ships_everything(tmp_path: Path) -> None:
     """`kill -9` wherever it happens to be: nothing acknowledged is lost, and nothing wrong is left."""
     rng = random.Random(5)

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,13 +24,14 @@ from lowwater.engine.chain import checkpoint_entry
 from lowwater.engine.entries import CreateBucket, Put
 from lowwater.engine.log import LogOptions
 from lowwater.engine.real import RealFiles, RealRandomness
-from lowwater.errors import UploadGone
+from lowwater.errors import StoreDenied, UploadGone
 from lowwater.tiering.names import segment_name
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
+from lowwater.tiering.s3_client import NotTrusted, S3Client, usable_client
 from lowwater.tiering.store import Store, write_verified
 from lowwater.tiering.store_uri import parse_uri
-from lowwater.tiering.testing.s3_server import BUCKET, S3Server
+from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_ACCESS_KEY, S3Server
 from lowwater.tiering.uploads import describe_file, upload_segment
 from lowwater.tiering.verify import ObjectFile, open_segment
 
@@ -352,3 +354,147 @@ def test_an_upload_whose_end_was_not_answered_has_made_its_object(s3_server: S3S
         write_verified(store, PACK, lambda: [data], size=len(data))
         assert not lost
         assert store.read(PACK) == data
+
+
+# ---- answers that are none
+
+
+CUT = Answer(raw=b"HTTP/1.1 200 OK\r\n")
+
+
+def once(answer: Answer, method: str, words: str) -> Callable[[Request], Answer | None]:
+    """A rule: the first request of that kind gets this answer."""
+    left = [answer]
+    return lambda request: (
+        left.pop() if request.method == method and words in request.query and left else None
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        CUT,
+        Answer(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"),
+        Answer(raw=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n<?xml version='1.0'?>" + b" " * 2000),
+        Answer(
+            raw=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b" " * 2000 + b"<Error xmlns='x'></Error>"
+        ),
+        Answer(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n<html>hello</html>"),
+    ],
+    ids=["cut", "empty", "cut after its head", "an error after blanks", "HTML"],
+)
+def test_only_what_says_that_an_object_is_complete_makes_it_so(
+    s3_server: S3Server, prefix: str, answer: Answer
+) -> None:
+    """The request may never have come there. Whoever believed it would purge what nobody has."""
+    data = random.Random(2).randbytes(PACK_BYTES)
+    with proxied(s3_server) as proxy:
+        proxy.rule = once(answer, "POST", "uploadId")
+        store = open_store(s3_server.uri(prefix), options=proxy.options)
+        write_verified(store, PACK, lambda: [data], size=len(data))
+        assert store.read(PACK) == data
+    assert pending_uploads(s3_server, prefix) == []
+
+
+@pytest.mark.parametrize("answer", [CUT, Answer(412, "PreconditionFailed")], ids=["cut", "412"])
+def test_a_part_whose_answer_was_none_is_sent_again(s3_server: S3Server, prefix: str, answer: Answer) -> None:
+    """That part, and no other: the object must not have a hole."""
+    data = random.Random(3).randbytes(PACK_BYTES)
+    with proxied(s3_server) as proxy:
+        proxy.rule = once(answer, "PUT", "partNumber=2")
+        store = open_store(s3_server.uri(prefix), options=proxy.options)
+        write_verified(store, PACK, lambda: [data], size=len(data))
+        assert store.read(PACK) == data
+        assert not [request for request in proxy.requests if "partNumber=0" in request.query]
+    assert pending_uploads(s3_server, prefix) == []
+
+
+def test_a_list_that_makes_no_sense_removes_nothing_and_is_no_error(s3_server: S3Server, prefix: str) -> None:
+    """It is asked for beside a write that has nothing to do with it."""
+    upload = "<Upload><Key>k</Key><UploadId>1</UploadId><Initiated>{}</Initiated></Upload><IsTruncated>true</IsTruncated>"
+    for initiated in ("2020-01-01T00:00:00", "soon", ""):
+        body = f"<ListMultipartUploadsResult>{upload.format(initiated)}</ListMultipartUploadsResult>".encode()
+        head = b"HTTP/1.1 200 OK\r\nDate: Thu, 19 Nov 2026 20:00:00 -0000\r\nConnection: close\r\n\r\n"
+        with proxied(s3_server) as proxy:
+            proxy.rule = once(Answer(raw=head + body), "GET", "uploads")
+            store = open_store(s3_server.uri(f"{prefix}/{initiated}"), options=proxy.options)
+            assert store.write("a", [b"."], size=1)
+
+
+def test_no_error_shows_a_key(s3_server: S3Server, prefix: str) -> None:
+    """Some servers repeat what they were sent."""
+    with proxied(s3_server) as proxy:
+        proxy.rule = lambda request: (
+            Answer(403, "AccessDenied", f"{SECRET_ACCESS_KEY} of {ACCESS_KEY_ID}")
+            if request.method == "POST"
+            else None
+        )
+        store = open_store(s3_server.uri(prefix), options=proxy.options)
+        with pytest.raises(StoreDenied) as caught:
+            store.write(PACK, [bytes(PACK_BYTES)], size=PACK_BYTES)
+    assert SECRET_ACCESS_KEY not in str(caught.value)
+    assert ACCESS_KEY_ID not in str(caught.value)
+
+
+# ---- whose uploads go which way
+
+KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "r", "endpoint": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "is_usable"),
+    [
+        (KEYS, {}, True),
+        (KEYS, {"AWS_ENDPOINT": "http://other"}, True),
+        ({**KEYS, "endpoint": ""}, {"AWS_ENDPOINT": "http://other"}, False),
+        ({**KEYS, "endpoint": ""}, {"AWS_S3_ENDPOINT": "http://other"}, False),
+        ({**KEYS, "endpoint": "https://s3.amazonaws.com"}, {}, False),
+        ({**KEYS, "endpoint": "http://[::1"}, {}, False),
+        ({**KEYS, "endpoint": "http://u:p@host"}, {}, False),
+        ({**KEYS, "region": ""}, {}, False),
+        ({**KEYS, "region": ""}, {"AWS_REGION": "r"}, True),
+        ({**KEYS, "secret_access_key": ""}, {"AWS_SECRET_ACCESS_KEY": "c"}, False),
+        ({**KEYS, "server_side_encryption": "aws:kms"}, {}, False),
+        (KEYS, {"ALL_PROXY": "http://127.0.0.1:1"}, False),
+        (KEYS, {"http_proxy": "http://127.0.0.1:1"}, False),
+        (KEYS, {"http_proxy": "http://127.0.0.1:1", "no_proxy": "127.0.0.1"}, True),
+    ],
+)
+def test_parts_are_sent_by_ids_only_where_that_does_what_opendal_would(
+    options: dict[str, str], environment: dict[str, str], is_usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else large objects would go to another place than small ones, or not at all."""
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given = {name: value for name, value in options.items() if value}
+    assert (usable_client(given, "b", "", uri="s3://b", timeout_s=1) is not None) == is_usable
+
+
+def test_a_server_that_only_opendal_trusts_gets_its_parts_from_it(
+    s3_server: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slim image has no authorities, and OpenDAL brings its own."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NotTrusted("unable to get local issuer certificate")
+
+    monkeypatch.setattr(S3Client, "send", refuse)
+    store = open_store(s3_server.uri(prefix), options=s3_server.options)
+    data = random.Random(4).randbytes(PACK_BYTES)
+    write_verified(store, PACK, lambda: [data], size=len(data))
+    assert store.read(PACK) == data
+
+
+def test_an_upload_takes_a_part_for_each_connection_and_two_more(s3_server: S3Server, prefix: str) -> None:
+    """Whatever its size: several objects are sent at once."""
+    store = opened(s3_server, prefix)
+    tracemalloc.start()
+    try:
+        store.write(PACK, (bytes(2**20) for _ in range(60)), size=60 * 2**20)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < (2 + 2.5) * PART_BYTES
