@@ -8,7 +8,7 @@ TEST := not long and not docker
 LONG := long or docker
 
 # Most of a test's time goes into waiting for the disk: twice as many at once as CI has cores.
-PYTEST := $(BIN)/pytest -q -n 4 -rs
+PYTEST := $(BIN)/pytest -q -n 4 --dist loadgroup -rs
 
 # Tests start hundreds of interpreters: what they import is compiled once, whatever the shell says of it.
 unexport PYTHONDONTWRITEBYTECODE

@@ -29,6 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if asked and not _docker_runs():
         skipped["docker"] = "NOT TESTED: Docker's engine does not run here"
     for item in items:
+        # One worker has the session: each JVM takes seconds to start, and a gigabyte.
+        if "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("spark"))
         for name, reason in skipped.items():
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
