@@ -4,11 +4,14 @@ BIN := .venv/bin
 
 # Every test runs in one of two targets: `test`, which has the fast ones of `check` too, and `test-long`.
 FAST := not slow and not long and not docker
-TEST := not long and not docker
+SLOW := slow and not long and not docker
 LONG := long or docker
 
-# Most of a test's time goes into waiting for the disk: twice as many at once as CI has cores.
-PYTEST := $(BIN)/pytest -q -n 4 --dist loadgroup -rs
+PYTEST := $(BIN)/pytest -q -rs
+# A fast test mostly waits for the disk: twice as many of them at once as CI has cores. Others start a JVM, or take
+# all of a core.
+MANY := -n 4
+FEW := -n 2 --dist loadgroup
 
 # Tests start hundreds of interpreters: what they import is compiled once, whatever the shell says of it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,20 +35,22 @@ check: .venv/dev ## formatting, lint, types, import contracts and the fast tests
 	@echo "check: import contracts"
 	@$(BIN)/lint-imports --no-logo
 	@echo "check: the fast tests of each part"
-	@$(PYTEST) -m "$(FAST)"
+	@$(PYTEST) $(MANY) -m "$(FAST)"
 	@echo "check passed: formatting, lint, strict types, import contracts and the fast tests all hold."
 
-test: .venv/dev ## every part of it, with the demo, Spark and an S3 server, and without Docker or Java (6 minutes)
-	@echo "test: log, engine, crashes, archive, restore, scrub, Spark, Spark Connect, command line, demo and documents"
-	@$(PYTEST) -m "$(TEST)"
+test: .venv/dev ## every part of it, with Spark and an S3 server, and without Docker, Java or a compiler (8 minutes)
+	@echo "test: log, engine, crashes, archive, restore, scrub, Spark, the command line and documents"
+	@$(PYTEST) $(MANY) -m "$(FAST)"
+	@echo "test: what takes longer, with the S3 server and Spark"
+	@$(PYTEST) $(FEW) -m "$(SLOW)"
 	@echo "test passed: every part does what the documents say, through crashes, a real S3 server and Spark."
 
-test-long: .venv/dev ## the rest: kills, long models, memory, crashes in full, and the engine not compiled (16 minutes)
+test-long: .venv/dev ## the rest: kills, long models, memory, crashes in full, Spark Connect, the engine not compiled (20 minutes)
 	@echo "test-long: kills, long models, memory and crashes in full, one line a test; then Docker, where it runs"
-	@$(PYTEST) -v -m "$(LONG)"
+	@$(PYTEST) $(FEW) -v -m "$(LONG)"
 	@if $(BIN)/python -c 'import sys; from lowwater.engine.fast import IS_COMPILED; sys.exit(not IS_COMPILED)'; then \
 		echo "test-long: the engine's fast tests once more, without what is compiled"; \
-		PURE_PYTHON=1 $(PYTEST) -m "$(FAST)" tests/engine || exit 1; \
+		PURE_PYTHON=1 $(PYTEST) $(MANY) -m "$(FAST)" tests/engine || exit 1; \
 		echo "test-long passed: kills, long models, memory and crashes in full hold, and the engine without its loops."; \
 	else \
 		echo "test-long passed: kills, long models, memory and crashes in full hold."; \

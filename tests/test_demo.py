@@ -37,6 +37,7 @@ def descendants(demo: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
+@pytest.mark.long
 def test_the_demo_proves_what_it_says_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """A NO in a table, a minute of silence or a folder full of segments would be a poor first impression."""
     demo = start(tmp_path)

@@ -183,7 +183,7 @@ class Fetcher:
             return
         wanted = (name, size, start, min(end, start + FETCH_BYTES))
         with self._lock:
-            # Whoever asks for this has read what was asked for before: fetched now, it would be fetched in vain.
+            # Whoever asks for this has read what was asked for before: that would be fetched in vain.
             for each in [each for each in self._ahead if each[0] == name]:
                 self._ahead.remove(each)
             if len(self._ahead) >= AHEAD_MAX:

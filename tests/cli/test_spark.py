@@ -60,7 +60,7 @@ def damage(folder: str) -> None:
 # ---------------------------------------------------------------------------- in one session
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("ours", "theirs"), [([], ["--deep"]), (["--shallow"], [])])
 def test_verify_says_what_scrub_says(
     spark: SparkSession, folder: str, ours: list[str], theirs: list[str]
@@ -75,7 +75,7 @@ def test_verify_says_what_scrub_says(
     assert found["exit_code"] == text.exit_code == DataError.exit_code
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_export_writes_files_and_says_so(spark: SparkSession, folder: str, tmp_path: Path) -> None:
     to = str(tmp_path / "to")
     arguments = ["spark", "export", folder, to, "--partition-by", "bucket", "--compression", "zstd"]
@@ -99,7 +99,7 @@ def test_count_counts_by_kind(spark: SparkSession, folder: str) -> None:
     assert "put" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_roots_and_checkpoints_are_those_of_the_database(spark: SparkSession, tmp_path: Path) -> None:
     tier = str(tmp_path / "archive")
     with lowwater.open(tmp_path / "data", tier=tier) as db:
@@ -265,7 +265,7 @@ def begun(folder: str, tmp_path: Path) -> subprocess.Popen[str]:
     return child
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_jvm_that_is_killed_is_one_error(folder: str, tmp_path: Path) -> None:
     """As the system does it, where memory runs out."""
     child = begun(folder, tmp_path)

@@ -117,7 +117,7 @@ def pages_of(path: Path) -> list[tuple[bytes, bytes, bytes]]:
         store.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_load_of_all_kinds_comes_out_as_the_model_with_pages_of_the_worker(tmp_path: Path) -> None:
     """Puts, large values, metadata, deletions, and pages that become empty."""
     with open_one(tmp_path) as db:

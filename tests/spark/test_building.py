@@ -61,6 +61,7 @@ def lose(folder: Path, fed: Fed, seq: int) -> int:
     return len(own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", shares(SEEDS))
 def test_what_is_built_is_what_the_engine_shipped_byte_by_byte(
     spark: SparkSession, tmp_path: Path, seed: int
@@ -168,6 +169,7 @@ def test_a_restore_begins_with_a_checkpoint_that_was_built(spark: SparkSession, 
     fed.close()
 
 
+@pytest.mark.long
 def test_a_build_that_was_stopped_counts_for_nobody_and_is_done_again(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

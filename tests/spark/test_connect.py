@@ -108,7 +108,7 @@ def server(environment: dict[str, str], cwd: Path) -> Iterator[str]:
 needs_client = pytest.mark.skipif(not CLIENT.is_dir(), reason="needs Spark Connect's client: make .venv/dev")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_client
 @pytest.mark.parametrize("place", [pytest.param("a server", marks=pytest.mark.long), "its own"])
 def test_everything_works_over_spark_connect_where_the_only_java_is_that_of_the_wheel(

@@ -150,7 +150,7 @@ def test_the_state_as_of_any_seq_is_the_engines(tmp_path: Path, pieces: int) -> 
     fed.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.integers(0, 10**9), st.integers(1, 5))
 @settings(max_examples=25, deadline=None)
 def test_of_any_history_the_state_is_the_engines(tmp_path_factory: Any, seed: int, pieces: int) -> None:

@@ -62,6 +62,7 @@ def test_a_stream_that_is_started_again_goes_on_where_it_was(spark: SparkSession
     assert run(spark, fed.uri, tmp_path) == []
 
 
+@pytest.mark.long
 def test_an_archive_that_was_replaced_ends_the_stream(spark: SparkSession, tmp_path: Path) -> None:
     """With words, and with nothing in the sink that was not there."""
     from pyspark.errors import StreamingQueryException

@@ -155,7 +155,7 @@ class Sender:
         self.process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_processes_send_the_same_and_one_of_them_is_killed_now_and_then(
     server: Server, segments: list[Path], prefix: str
 ) -> None:
