@@ -47,7 +47,7 @@ test: .venv/dev ## every part of it, with Spark and an S3 server, and without Do
 
 test-long: .venv/dev ## the rest: kills, long models, memory, crashes in full, Spark Connect, the engine not compiled (20 minutes)
 	@echo "test-long: kills, long models, memory and crashes in full, one line a test; then Docker, where it runs"
-	@$(PYTEST) $(FEW) -v -m "$(LONG)"
+	@$(PYTEST) $(FEW) -vv -m "$(LONG)"
 	@if $(BIN)/python -c 'import sys; from lowwater.engine.fast import IS_COMPILED; sys.exit(not IS_COMPILED)'; then \
 		echo "test-long: the engine's fast tests once more, without what is compiled"; \
 		PURE_PYTHON=1 $(PYTEST) $(MANY) -m "$(FAST)" tests/engine || exit 1; \
