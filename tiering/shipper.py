@@ -485,6 +485,10 @@ class Shipper:
     # ------------------------------------------------------------------ who waits
 
     def ship(self, timeout_s: float | None) -> int:
+        return self._wait_until_shipped(timeout_s, is_patient=timeout_s is not None)
+
+    def _wait_until_shipped(self, timeout_s: float | None, *, is_patient: bool) -> int:
+        """Who is patient lets a store that does not answer be tried again."""
         left_s = timeout_s
         attempts = {id(each): each.total for each in self._backoffs()}
         for backoff in self._backoffs():
@@ -515,7 +519,7 @@ class Shipper:
                 return self._core.counted_hwm
             # What is wrong with a checkpoint is told once the log is safe.
             error = self._error_since(attempts, log_alone=not has_log)
-            if error is not None and (left_s is None or not isinstance(error, RetryError)):
+            if error is not None and not (is_patient and isinstance(error, RetryError)):
                 raise again(error)
             if left_s is not None:
                 left_s -= self._clock.monotonic() - began_s
@@ -534,7 +538,7 @@ class Shipper:
         if not is_able or is_in_the_way or self._has_checkpoint(made_seq):
             return
         try:
-            self.ship(FINISH_S)
+            self._wait_until_shipped(FINISH_S, is_patient=False)
         except LowwaterError as error:
             _logger.warning("closed before its checkpoint was shipped", error=str(error))
 
