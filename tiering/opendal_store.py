@@ -113,8 +113,8 @@ class OpenDalStore(Handle):
 
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
-        if self._uploads is not None:
-            self._uploads.sweep_now_and_then()
+        if (uploads := self._uploads) is not None:
+            uploads.sweep_now_and_then()
         parts = counted(parts, size, at(self.uri, name))
         streamed = size is None or size > self._limits.part_bytes
         # A stream that comes for nothing costs more than a look.
@@ -167,9 +167,10 @@ class OpenDalStore(Handle):
             yield from pieces
 
         try:
-            if self._uploads is not None:
+            # Another thread may find out meanwhile that it is of no use here.
+            if (uploads := self._uploads) is not None:
                 try:
-                    return self._uploads.write(name, all_of_them(), keeps=self.refuses_to_overwrite)
+                    return uploads.write(name, all_of_them(), keeps=self.refuses_to_overwrite)
                 except NotTrusted:
                     self._uploads = None  # nothing was sent yet
             return self._stream_through_opendal(name, all_of_them())
