@@ -15,9 +15,14 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 class Wheel(bdist_wheel):
     def run(self):
+        loops = self.get_finalized_command("build_ext").get_outputs()
+        # Those of an earlier build in this folder may be of other sources, or of a compiler that is gone.
+        if not self.distribution.have_run.get("build_ext"):
+            for path in filter(os.path.exists, loops):
+                os.remove(path)
         # Whether an optional extension is there is known when it was tried.
         self.run_command("build")
-        if not any(map(os.path.exists, self.get_finalized_command("build_ext").get_outputs())):
+        if not any(map(os.path.exists, loops)):
             self.distribution.ext_modules = None
             self.root_is_pure = True
         super().run()

@@ -50,7 +50,8 @@ def install(wanted: list[str], total: int) -> int:
     pip = subprocess.Popen(
         [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted],
         cwd=VENV.parent,
-        env={**os.environ, "TMPDIR": str(fetched)},
+        # A user's own settings have pip install elsewhere.
+        env={**os.environ, "TMPDIR": str(fetched), "PIP_USER": "0"},
     )
     while True:
         try:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import engine_ours, engine_peers, ours, peers, shipping_jobs
+from bench import claims_jobs, engine_ours, engine_peers, ours, peers, shipping_jobs
 from bench.loops import Contender, Job
 
 # The raw loop is the yardstick and comes first; ours stand next to it, because the machine drifts.
@@ -25,7 +25,8 @@ ENGINE: dict[str, list[Contender]] = {
     for workload, mine in engine_ours.CONTENDERS.items()
 }
 # No two benchmarks have a workload of the same name.
-CONTENDERS = {**LOG, **ENGINE, **shipping_jobs.CONTENDERS, "recovery": [engine_ours.RECOVERY]}
+SHIPPING = {**shipping_jobs.CONTENDERS, **claims_jobs.CLAIMS}
+CONTENDERS = {**LOG, **ENGINE, **SHIPPING, "recovery": [engine_ours.RECOVERY]}
 
 
 def _answer(phase: str, job: Job) -> dict[str, Any]:

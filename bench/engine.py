@@ -22,6 +22,9 @@ MIB = 1 << 20
 PEERS = ("rocksdb", "lmdb", "sqlite")
 _STALLS = (("max_ms", "max ms", 1),)
 
+# Of single gets.
+_LATENCIES = (("p50_us", "p50 µs", 1), ("p99_us", "p99 µs", 1), ("p999_us", "p999 µs", 1))
+
 WORKLOADS = (
     Workload(
         name="put",
@@ -54,6 +57,7 @@ WORKLOADS = (
         unit="gets/s",
         baselines=PEERS,
         yardstick="rocksdb",
+        columns=_LATENCIES,
     ),
     Workload(
         name="uniform",
@@ -61,6 +65,7 @@ WORKLOADS = (
         unit="gets/s",
         baselines=PEERS,
         yardstick="rocksdb",
+        columns=_LATENCIES,
     ),
     Workload(
         name="scan1000",
@@ -91,6 +96,7 @@ WORKLOADS = (
         unit="gets/s",
         baselines=PEERS,
         yardstick="rocksdb",
+        columns=_LATENCIES,
     ),
 )
 

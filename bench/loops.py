@@ -14,15 +14,17 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from bench import machine
 
 Result = dict[str, float | None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +277,23 @@ def passes(job: Job, one_pass: Callable[[], int]) -> Result:
         seen += one_pass()
         last = now()
     return meter.result(seen, last - start)
+
+
+def each(call: Callable[[T], object], arguments: Iterator[T], seconds: float) -> Result:
+    """Calls one by one for so long: how long one takes, in microseconds. There are at least a thousand."""
+    now = time.perf_counter
+    latencies = array("d")
+    last = now()
+    end = last + seconds
+    while last < end or len(latencies) < 1000:
+        argument = next(arguments)
+        start = now()
+        call(argument)
+        last = now()
+        latencies.append(last - start)
+    ordered = sorted(latencies)
+    shares = (("p50_us", 500), ("p99_us", 990), ("p999_us", 999))
+    return {name: ordered[len(ordered) * share // 1000] * 1e6 for name, share in shares}
 
 
 def once(job: Job, call: Callable[[], int]) -> Result:

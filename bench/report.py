@@ -237,9 +237,56 @@ _SHIPPING_WORKLOADS = (
         unit="gets/s",
         columns=(("requests", "requests, first", 0), ("requests_cached", "requests, others", 0)),
     ),
+    Workload(
+        name="cycle",
+        title="A cycle of 10 MB: from durable here until it counts as shipped",
+        unit="MB/s",
+        divisor=1e6,
+        baselines=("raw",),
+        yardstick="raw",
+    ),
+    Workload(
+        name="newreader",
+        title="From making a reader to its first entry",
+        unit="readers/s",
+        baselines=("ours-hot",),
+        yardstick="ours-hot",
+    ),
+    Workload(
+        name="follow",
+        title="A reader that follows the log beside a writer",
+        unit="entries/s",
+        columns=(("hit_share", "found in memory", 4),),
+    ),
+)
+
+# What the reference documents claim.
+_CLAIMS = tuple(
+    Target(what=what, workload=workload, contender=contender, metric=metric, bar=bar, at_most=at_most)
+    for what, workload, contender, metric, bar, at_most in (
+        ("a cycle of 10 MB, p50, ms", "cycle", "ours", "p50_ms", 500, True),
+        ("until a reader's first entry, from memory, p50, ms", "newreader", "ours-hot", "p50_ms", 2, True),
+        (
+            "until a reader's first entry, from the store, p50, ms",
+            "newreader",
+            "ours-cold",
+            "p50_ms",
+            50,
+            True,
+        ),
+        (
+            "of what a reader that follows asks for, found in memory",
+            "follow",
+            "ours",
+            "hit_share",
+            0.95,
+            False,
+        ),
+    )
 )
 
 _SHIPPING_TARGETS = (
+    *_CLAIMS,
     Target(what="shipping ÷ raw upload", workload="ship", contender="ours", metric="ratio_to_raw", bar=0.7),
     Target(
         what="writers beside shipping ÷ alone",

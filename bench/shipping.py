@@ -13,6 +13,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report, run
+from bench.claims_jobs import CLAIMS
 from bench.shipping_jobs import CONTENDERS
 
 
@@ -33,8 +34,8 @@ from bench.shipping_jobs import CONTENDERS
     "--only",
     multiple=True,
     metavar="NAME",
-    help="Only this workload (ship, writers, shipmemory, coldrange, coldpoint) or contender, and the "
-    "baselines of its ratios. Repeatable.",
+    help="Only this workload (ship, writers, shipmemory, coldrange, coldpoint, cycle, newreader, "
+    "follow) or contender, and the baselines of its ratios. Repeatable.",
 )
 @run.output_options("shipping")
 def main(
@@ -49,7 +50,8 @@ def main(
     picture: Path | None,
 ) -> None:
     """Measure shipping to a real S3 server on this machine against a raw upload of the same bytes, the
-    memory that it takes, writers beside it, and what reading back fetches.
+    memory that it takes, writers beside it, what reading back fetches, how long a cycle of 10 MB and the
+    first entry of a reader take, and how often one that follows finds the log in memory.
 
     Prints tables of medians and of ratios within a round, and writes all figures as JSON. A full run takes
     about ten minutes; leave the machine alone meanwhile."""
@@ -63,7 +65,7 @@ def main(
     }
     run.run(
         report.SHIPPING,
-        run.choose(report.SHIPPING, CONTENDERS, only),
+        run.choose(report.SHIPPING, CONTENDERS | CLAIMS, only),
         settings,
         directory=directory,
         needed_bytes=6 * settings["ship_bytes"] + (4 << 30),

@@ -2,7 +2,7 @@
 
 Always true: all contenders run in one session, one after the other, round after round; the Parquet files hold
 exactly the rows that our source gives, as Spark itself wrote them; the raw archive holds the same entries,
-written again, because how an archive is stored is part of a log's first entry; and before anything is timed
+written again, because how an archive is stored is what a log's entries say; and before anything is timed
 each has run WARM_ROUNDS times, and has given as many rows as the others.
 """
 

@@ -31,7 +31,7 @@ from lowwater.errors import (
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.store import Found, Part, at, counted
 
-Kind = Literal["write", "read", "stat", "list", "delete"]
+Kind = Literal["write", "read", "stat", "list", "delete", "copy"]
 Trouble = Literal["unavailable", "timed_out", "throttled", "denied", "missing", "read_only", "gone"]
 
 T = TypeVar("T")
@@ -225,6 +225,7 @@ class FaultyStore:
         if fault.error is None:
             return effect(fault)
         if fault.late is not None:
+            assert operation.kind != "copy", "what it copies may be gone by then"
             self._late.append((operation.number + fault.late, lambda: effect(NO_FAULT)))
         elif fault.after:
             effect(fault)
@@ -287,6 +288,18 @@ class FaultyStoreClient(MemoryStore):
         self._check(name)
         return self._server.perform(self, "stat", name, lambda _: Found(name, len(self._get(name))))
 
+    def copy(self, source: str, target: str) -> bool:
+        self._check(source)
+        self._check(target, writing=True)
+
+        def effect(fault: Fault) -> bool:
+            data = self._get(source)
+            if fault.lost:
+                return True
+            return self._server.add(target, data if fault.kept_bytes is None else data[: fault.kept_bytes])
+
+        return self._server.perform(self, "copy", target, effect)
+
     def delete(self, name: str) -> None:
         self._check(name, writing=True)
         self._server.perform(self, "delete", name, lambda _: self._server.remove(name))
@@ -335,6 +348,10 @@ def random_faults(
                 ]
                 if lies:
                     choices += [Fault(lost=True), Fault(kept_bytes=rng.randint(0, operation.size))]
+            case "copy":
+                choices += [Fault(error="timed_out", after=True)]
+                if lies:
+                    choices += [Fault(lost=True), Fault(kept_bytes=rng.randint(0, 100))]
             case "delete":
                 choices += [
                     Fault(error="timed_out", after=True),

@@ -1,1 +1,1 @@
-"""The engine: the log today; pages, transactions and streams stand on it."""
+"""The engine: the log, and on it pages, transactions, sessions and checkpoints."""

@@ -1,4 +1,4 @@
-"""The database for coroutines: the same calls, each in a thread of a small pool.
+"""The database for coroutines: its calls for keys, each in a thread of a small pool.
 
 Always true: a call that was cancelled may still take effect, as its thread goes on; a scan keeps its snapshot
 until it ends or is closed.
@@ -31,8 +31,8 @@ SCAN_RUN = 256
 
 
 class AsyncDatabase:
-    """`db.aio()`: what `Database` has, awaitable. Transactions stay with threads: run a function that uses
-    one with `run`."""
+    """`db.aio()`: the calls of `Database` that read and write keys, awaitable. Transactions stay with
+    threads: run a function that uses one, or any other call, with `run`."""
 
     def __init__(self, database: Database, *, threads: int = THREADS) -> None:
         self._database = database

@@ -27,7 +27,7 @@ from lowwater.engine.directory import (
     Hint,
     Segment,
     check_link,
-    read_hint,
+    look_at_hint,
     read_names,
     read_trailer,
     sealed_segment,
@@ -96,8 +96,7 @@ def check_directory_steps(
     try:
         with typed_errors(directory, "check the log directory"):
             names = names or read_names(files, directory)
-            hint = read_hint(files, directory)
-            hint_damaged = hint is None and HINT in files.list(directory)
+            hint, hint_damaged = look_at_hint(files, directory)
     except LowwaterError as error:
         yield Finding.of(error, directory)
         return
@@ -404,5 +403,9 @@ def require_log(files: Files, directory: str) -> None:
     with typed_errors(directory, "open the log"):
         names = read_names(files, directory)
     if not names.numbered and not names.has_current:
-        hint = "check the path, or open it with create=True"
-        raise NotFound("there is no log here", path=directory, hint=hint)
+        raise no_log(directory)
+
+
+def no_log(directory: str) -> NotFound:
+    hint = "check the path, or open it with create=True"
+    return NotFound("there is no log here", path=directory, hint=hint)

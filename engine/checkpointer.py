@@ -21,6 +21,7 @@ from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.ckpt import Checkpoint, decode_checkpoint, encode_checkpoint
 from lowwater.engine.content import IsBoundary, blocks_at
 from lowwater.engine.due import Due
+from lowwater.engine.measure import Measured
 from lowwater.engine.packing import Packing
 from lowwater.engine.state import State
 from lowwater.errors import (
@@ -66,6 +67,7 @@ class Checkpointer:
         needed: Callable[[], Iterable[int]],
         from_archive: FromArchive,
         redone_seq: int,
+        measured: Measured,
     ) -> None:
         """`flush_to(seq)` does a step towards having everything up to there in pages; False when it is.
         `needed()` says which checkpoints are kept although there are newer ones, `from_archive(seq)` reads
@@ -78,10 +80,12 @@ class Checkpointer:
         self._needed = needed
         self._from_archive = from_archive
         self._redone_seq = redone_seq
+        self._measured = measured
         # Bases that are damaged where they would come from: the next checkpoint has to do without.
         self.unreadable: set[int] = set()
         self._job: Generator[None, None, None] | None = None
         self._due: Due | None = None
+        self._began_s = 0.0
         self.is_closed = False
         # Why the last ones were given up, by seq.
         self.failures: dict[int, LowwaterError] = {}
@@ -96,6 +100,7 @@ class Checkpointer:
         if due is None or due != self._due:
             self.stop()
             self._due = due
+            self._began_s = self._state.now_s()
         if due is None:
             return False
         if self._job is None:
@@ -196,8 +201,21 @@ class Checkpointer:
                 packs=packs,
                 control=due.control,
             )
-            yield from self._checkpoints.write_index(due.seq, encode_checkpoint(index))
+            data = encode_checkpoint(index)
+            stored = yield from self._checkpoints.write_index(due.seq, data)
             self.made += 1
+            duration_s = self._state.now_s() - self._began_s
+            self._measured.checkpoint_duration.observe(duration_s)
+            _logger.info(
+                "checkpoint made",
+                path=stored.path,
+                seq=due.seq,
+                base_seq=due.base_seq,
+                rows=packing.row_count,
+                rows_written=packing.rows_written,
+                bytes=packing.bytes_written + len(data),
+                duration_s=round(duration_s, 3),
+            )
         yield from self._thin_out()
 
     def _bring(self, seq: int) -> Generator[None, None, StoredCheckpoint | None]:

@@ -241,6 +241,8 @@ class Checkpoints:
         self.directory = f"{directory}/{CHECKPOINTS_DIRECTORY}"
         self.packs_directory = f"{directory}/{PACKS_DIRECTORY}"
         self._temporary_serial = 0
+        # Of files that were seen: under its name none ever changes.
+        self._sizes: dict[str, int] = {}
         if owned:
             for each in (self.packs_directory, self.directory):
                 if self._names(each):
@@ -300,6 +302,30 @@ class Checkpoints:
     def not_above(self, seq: int) -> StoredCheckpoint | None:
         """The newest one of a seq up to this."""
         return next((each for each in self._complete if each.seq <= seq), None)
+
+    def size_bytes(self) -> int:
+        """What indexes and packs take of the disk, those too that nobody needs any more."""
+        sizes: dict[str, int] = {}
+        for directory in (self.directory, self.packs_directory):
+            for name in self._names(directory):
+                if parse_name(name) or _PACK.fullmatch(name):
+                    size = self._sizes.get(name)
+                    if size is None:
+                        size = self._size_of(f"{directory}/{name}")
+                    sizes[name] = size
+        self._sizes = sizes
+        return sum(sizes.values())
+
+    def _size_of(self, path: str) -> int:
+        with typed_errors(path, "look at a checkpoint"):
+            try:
+                file = self._files.open(path)
+            except FileNotFoundError:
+                return 0  # it was removed meanwhile
+            try:
+                return file.size()
+            finally:
+                file.close()
 
     # ------------------------------------------------------------------ writing (in steps)
 

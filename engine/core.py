@@ -172,6 +172,7 @@ class Core:
             now_s=seams.clock.monotonic,
             blocks=blocks,
         )
+        store.on_full = lambda: self._tier is not None and self._tier.make_room()
         self.measured = Measured()
         self._failure: LowwaterError | None = None
         # With the state's lock: of values that were copied, where they lie and the seqs of their frames.
@@ -253,16 +254,19 @@ class Core:
             needed=self._checkpoints_needed,
             from_archive=self._checkpoint_in_archive,
             redone_seq=state.applied,
+            measured=self.measured,
         )
         self._checkpointing = threading.Lock()
         self._entry_at_s = self._now_s()  # when a checkpoint was last ordered automatically
         self._flushed_at_s = self._now_s()
-        self._task = seams.runner.start("engine-flusher", self._flush_step)
-        self._checkpoint_task = seams.runner.start("engine-checkpoint", self._checkpoint_step)
         self._bring_again_s = BRING_AGAIN_S
         self._bring_at_s = 0.0
+        self._bring_task: Task | None = None
+        self._task = seams.runner.start("engine-flusher", self._flush_step)
+        self._checkpoint_task = seams.runner.start("engine-checkpoint", self._checkpoint_step)
         # Not before this: the flusher is woken when a page did not come, and would wake who has just failed.
         self._bring_task = seams.runner.start("engine-bring", self._bring_step)
+        self._bring_task.wake()  # the flusher may have found work for it before
         state.away.wake = self._task.wake
         self.leaving = Leaving(
             state, alone=self._alone, make_durable=self._make_durable, put_back=self._flusher.put_back
@@ -295,8 +299,9 @@ class Core:
             self._fail(error)
             return None
         self._looked_at_bytes = self._state.dirty_bytes + LOOK_AFTER_BYTES
-        if self._flusher.can_bring and self._now_s() >= self._bring_at_s:
-            self._bring_task.wake()
+        bring = self._bring_task
+        if bring is not None and self._flusher.can_bring and self._now_s() >= self._bring_at_s:
+            bring.wake()
         return interval_s
 
     def _bring_step(self) -> float | None:
@@ -463,6 +468,15 @@ class Core:
         """The checkpoints that are durable here, the newest first."""
         self._require_open()
         return self._checkpoints.complete
+
+    def checkpoints_bytes(self) -> int:
+        """What they take of the disk."""
+        return self._checkpoints.size_bytes()
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is kept on the disk of what was read from the object store."""
+        return 0 if self._tier is None else self._tier.cache_bytes
 
     @property
     def _is_tier_to_come(self) -> bool:
@@ -797,9 +811,17 @@ class Core:
         """Remove segments that hold nothing above `seq`, nor above what may be purged. Returns the seq up to
         which entries are gone."""
         require_seq(seq)
-        purged = self._log.purge(min(seq, self.purgeable_seq()))
+        seq = min(seq, self.purgeable_seq())
+        if self._tier is not None:
+            found = map(self._state.catalogue.segment_of, (each.seq_first for each in self._leaving(seq)))
+            self._tier.require_shipped([each for each in found if each is not None])
+        purged = self._log.purge(seq)
         self._values.forget_before(purged)
         return purged
+
+    def _leaving(self, seq: int) -> list[Segment]:
+        """What holds nothing above `seq`."""
+        return [each for each in self.complete_segments() if each.seq_last <= seq]
 
     def mark_counts(self, hwm: int) -> int:
         """Say that a manifest with this high-water mark was read back, and that nobody has claimed a higher
@@ -844,11 +866,9 @@ class Core:
             self._require_writable()
             seq = self._state.applied
             self._flusher.want(seq)
-        began_s = self._now_s()
         while not self._flusher.is_flushed(seq):
             self._help()
             self._let_others_run()
-        self.measured.checkpoint_duration.observe(self._now_s() - began_s)
         if self._flusher.sweeps:
             self._task.wake()
         return seq
@@ -876,8 +896,8 @@ class Core:
         return self._log.registry
 
     def check(self, *, away: bool = False) -> Iterator[Finding]:
-        """Verify the log and the pages, byte for byte. An empty answer means that both are sound. Pages that
-        are away are read only with `away`; their references always are."""
+        """Verify the log, the pages and the checkpoints, byte for byte. An empty answer means that all are
+        sound. Pages that are away are read only with `away`; their references always are."""
         self._require_open()
         return self._check(away=away)
 
@@ -952,8 +972,10 @@ class Core:
         return self._cold_ahead.place_of(seq)
 
     def close(self) -> None:
-        """Bring everything into pages and let the directory go. In a forked child it does nothing: what is
-        open is the parent's, and its threads, which are not here, may have held any lock."""
+        """Bring everything into pages and let the directory go. With an object store a database waits up to
+        ten seconds for its newest checkpoint to be shipped, and the log with it, where one is still to be;
+        otherwise nothing is shipped at the end. In a forked child it does nothing: what is open is the
+        parent's, and its threads, which are not here, may have held any lock."""
         if self._wal.is_forked:
             self._closed = True
             return
@@ -970,6 +992,7 @@ class Core:
         if self._age_task is not None:
             self._age_task.stop()
         self._checkpoint_task.stop()
+        assert self._bring_task is not None
         self._bring_task.stop()
         self._task.stop()
         with self._checkpointing:

@@ -595,7 +595,7 @@ class Database(Reading):
                 self._one_checkpoint.release()
 
     def aio(self) -> AsyncDatabase:
-        """The same calls for coroutines."""
+        """The calls that read and write keys, for coroutines; others by its `run`."""
         return AsyncDatabase(self)
 
 

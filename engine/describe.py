@@ -3,8 +3,8 @@
 Always true:
   - describing changes nothing, needs no lock, and works on damaged files: what can be read is told, and
     what cannot is a finding;
-  - of a sealed segment only header, trailer, first and last frame are read (and the footer, of a segment on
-    its own), so a large log is described at once. That is no proof that it is sound: `check.py` gives that.
+  - of a sealed segment only header and trailer are read (and the footer, of a segment on its own), so a large
+    log is described at once. That is no proof that it is sound: `check.py` gives that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lowwater.engine import format
-from lowwater.engine.chain import Chain, LogSettings, before_segment
+from lowwater.engine.chain import IDLE_KINDS, Chain, LogSettings, before_segment
 from lowwater.engine.check import Finding, torn_write
 from lowwater.engine.compress import CompressedSegment
 from lowwater.engine.directory import (
@@ -65,6 +65,8 @@ class SegmentDescription:
     segment_hash: bytes | None = None
     follows: bool | None = None
     """Whether its link to the segment before it holds; None where there is nothing to compare."""
+    has_news: bool = True
+    """False of one that is being written, and holds nothing but what shipping itself wrote."""
     torn_bytes: int = 0
     """Bytes of a last write that is not complete."""
     keys: int | None = None
@@ -270,6 +272,8 @@ def _copy_scan(file: File, description: SegmentDescription, scan: Scan) -> None:
         description.seq_first, description.seq_last = scan.seq_first, scan.chain.seq_last
         first = file.read_at(scan.positions[0], format.FRAME_FIXED_BYTES)
         description.time_first_us, description.time_last_us = time_of(first), scan.chain.time_us
+        kinds = (file.read_at(position + format.FRAME_BYTES, 1)[0] for position in scan.positions)
+        description.has_news = any(kind not in IDLE_KINDS for kind in kinds)
 
 
 def _describe_footer(

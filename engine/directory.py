@@ -350,22 +350,27 @@ def write_hint(files: Files, directory: str, hint: Hint, *, durable: bool) -> No
 
 def read_hint(files: Files, directory: str) -> Hint | None:
     """The hint, or None where there is none or it cannot be read."""
+    return look_at_hint(files, directory)[0]
+
+
+def look_at_hint(files: Files, directory: str) -> tuple[Hint | None, bool]:
+    """The hint, or None where there is none or it cannot be read; and whether the latter is so."""
     try:
         file = files.open(f"{directory}/{HINT}")
     except FileNotFoundError:
-        return None
+        return None, False
     try:
-        data = file.read_at(0, 4096)
+        hint = Hint.decode(file.read_at(0, 4096))
     finally:
         file.close()
-    return Hint.decode(data)
+    return hint, hint is None
 
 
 def require_hint(files: Files, directory: str) -> Hint | None:
     """The hint, or None where there is none. No crash leaves one that cannot be read, and without it damage
     could pass for a torn write."""
-    hint = read_hint(files, directory)
-    if hint is None and HINT in files.list(directory):
+    hint, is_damaged = look_at_hint(files, directory)
+    if is_damaged:
         raise Corrupt(
             "the hint cannot be read",
             path=f"{directory}/{HINT}",

@@ -27,7 +27,7 @@ from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import ColdOf, EngineOptions, identity_of, meta_of, new_meta
 from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.due import DUE_MAX
-from lowwater.engine.entries import Abort, Commit, Control, Copy, Write, decode_payload
+from lowwater.engine.entries import Abort, Begin, Commit, Control, Copy, Write, decode_payload
 from lowwater.engine.format import Kind
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import configured, open_parts
@@ -228,6 +228,7 @@ class Engine(Reading):
                     txn_seq_before=before,
                 )
         seqs = range(seq - len(members) + 1, seq + 1)
+        doomed_before = state.transactions.doomed
         try:
             pieces = self._wal.enqueue(lambda _: (seqs, payloads))
             if chain.is_empty:
@@ -238,6 +239,16 @@ class Engine(Reading):
             if self._wal.chain is not chain:
                 self._fail_unapplied(error)
             raise
+        measured = self.measured
+        measured.conflicts += state.transactions.doomed - doomed_before + (refusal is Refusal.CONFLICT)
+        if isinstance(members[0], Begin) and refusal is None:
+            measured.transactions_begun += 1
+        elif row is not None and row.txn not in state.transactions.open:
+            # Its end, which a commit that was refused is too.
+            if isinstance(members[0], Commit) and refusal is None:
+                measured.transactions_committed += 1
+            else:
+                measured.transactions_aborted += 1
         return refusal
 
     def _begin(self) -> None:

@@ -47,7 +47,7 @@ from lowwater.engine.lmdb_file import (
     sum_of,
     sum_of_rows,
 )
-from lowwater.engine.pagestore import check_write, write_failure
+from lowwater.engine.pagestore import FULL, check_write, write_failure
 from lowwater.engine.real import RealFiles
 from lowwater.engine.swap import DATA, LOCK, finish_swap
 from lowwater.errors import (
@@ -161,6 +161,7 @@ class LmdbPages:
         # Held by who writes or replaces the map; taken before the gate is shut.
         self._writing = threading.Lock()
         self._failure: LogPoisoned | None = None
+        self.on_full: Callable[[], object] = lambda: False
         self._generation = 0
         # Whether its keys and its meta were compared with those that were written: not in the format before.
         self.has_sums = False
@@ -350,6 +351,7 @@ class LmdbPages:
         check_write(puts, deletes, meta)
         if self.read_only:
             raise DirectoryNotWritable("the page store was opened for reading", path=self.path)
+        no_room = 0
         with self._writing:
             while True:
                 if self._gate.closed:
@@ -367,7 +369,12 @@ class LmdbPages:
                     number = _number(error)
                     if number == errno.EIO and self._is_full(puts):
                         number = errno.ENOSPC
-                    self._failure = write_failure(number, self.path)
+                    if number in FULL and not no_room:
+                        no_room = number
+                        self.on_full()
+                        continue
+                    # The environment may take nothing any more: that is no cause.
+                    self._failure = write_failure(no_room or number, self.path)
                     raise self._failure from error
                 except Damage as damage:
                     raise self._damaged(damage) from damage

@@ -49,6 +49,7 @@ from lowwater.errors import (
     VersionGone,
 )
 from lowwater.logging import get_logger
+from lowwater.metrics import LogMetrics
 
 if TYPE_CHECKING:
     from lowwater.config import Config, WalConfig
@@ -119,13 +120,47 @@ class Seams:
     owner: str = ""
 
 
+def new_create_entry(
+    options: LogOptions, randomness: Randomness, cluster_id: bytes | None = None
+) -> Writable:
+    """The first entry of a new log, with an id of its own, or one that is given."""
+    defaults: dict[str, Any] = {
+        "segment_bytes": (options.segment_bytes, format.SEGMENT_BYTES_DEFAULT),
+        "block_bytes": (options.block_bytes, format.BLOCK_BYTES_DEFAULT),
+        "compression": (
+            format.Compression[options.compression.upper()].value,
+            format.Compression.ZSTD.value,
+        ),
+    }
+    settings = {name: value for name, (value, default) in defaults.items() if value != default}
+    return create_entry(cluster_id or randomness.token(16), randomness.token(16), settings)
+
+
+def _metrics_in(registry: CollectorRegistry) -> LogMetrics:
+    """Before anything is made: a registry shows one log at a time."""
+    try:
+        return LogMetrics(registry)
+    except ValueError as error:
+        raise InputError(
+            "this registry has the metrics of another log",
+            hint="give each open log a registry of its own",
+        ) from error
+
+
 class Log:
     """An append-only, checksummed, segmented log in one directory."""
 
-    def __init__(self, wal: Wal, seams: Seams, options: LogOptions, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        wal: Wal,
+        seams: Seams,
+        options: LogOptions,
+        registry: CollectorRegistry,
+        metrics: LogMetrics,
+    ) -> None:
         """Use `Log.open`."""
         self.registry = registry
-        wal.watch(registry)
+        wal.watch(registry, metrics)
         self._wal = wal
         self._seams = seams
         self._options = options
@@ -166,24 +201,30 @@ class Log:
         path = "memory" if directory is None else local_path(directory)
         if create is False:
             require_log(seams.files, path)
-        wal = Wal(
-            seams.files,
-            path,
-            clock=seams.clock,
-            runner=seams.runner,
-            owner=seams.owner,
-            options=options,
-            durable_seq=durable_seq,
-        )
+        registry = registry or CollectorRegistry()
+        metrics = _metrics_in(registry)
         try:
-            log = cls(wal, seams, options, registry or CollectorRegistry())
+            wal = Wal(
+                seams.files,
+                path,
+                clock=seams.clock,
+                runner=seams.runner,
+                owner=seams.owner,
+                options=options,
+                durable_seq=durable_seq,
+            )
+        except BaseException:
+            registry.unregister(metrics)
+            raise
+        try:
+            log = cls(wal, seams, options, registry, metrics)
         except BaseException:
             wal.close()
             raise
         if wal.chain.is_empty:
             try:
                 if create:
-                    first = log._new_create_entry() if isinstance(create, bool) else create
+                    first = new_create_entry(options, seams.randomness) if create is True else create
                     wal.append(log._build([first]), urgent=True)
             except BaseException:
                 log.close()
@@ -198,19 +239,6 @@ class Log:
         if wal.torn_bytes:
             _logger.warning("removed a write that a crash had torn", path=path, bytes=wal.torn_bytes)
         return log
-
-    def _new_create_entry(self) -> Writable:
-        defaults: dict[str, Any] = {
-            "segment_bytes": (self._options.segment_bytes, format.SEGMENT_BYTES_DEFAULT),
-            "block_bytes": (self._options.block_bytes, format.BLOCK_BYTES_DEFAULT),
-            "compression": (
-                format.Compression[self._options.compression.upper()].value,
-                format.Compression.ZSTD.value,
-            ),
-        }
-        settings = {name: value for name, (value, default) in defaults.items() if value != default}
-        token = self._seams.randomness.token
-        return create_entry(token(16), token(16), settings)
 
     # ------------------------------------------------------------------ where it stands
 

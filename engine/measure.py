@@ -110,6 +110,7 @@ def _readings(core: Core) -> dict[str, Gauge]:
     state, flusher, measured, store = core._state, core._flusher, core.measured, core._store
     aside = flusher.aside
     used_bytes, size_bytes = _last_known(store.used_bytes), _last_known(store.size_bytes)
+    checkpoints_bytes = _last_known(core.checkpoints_bytes)
 
     def lock_counts(name: str) -> Gauge:
         def read() -> float:
@@ -131,7 +132,9 @@ def _readings(core: Core) -> dict[str, Gauge]:
         "storage_buffer_pool_size_bytes": pool_bytes,
         "storage_buffer_pool_hit_rate": hit_rate,
         "storage_buffer_pool_evictions_total": lambda: state.clean.evictions,
-        "storage_hot_tier_size_bytes": lambda: core._wal.store.bytes_total + size_bytes(),
+        "storage_hot_tier_size_bytes": lambda: (
+            core._wal.store.bytes_total + size_bytes() + checkpoints_bytes() + core.cache_bytes
+        ),
         "lowwater_pool_limit_bytes": lambda: state.pool_bytes_max,
         "lowwater_pool_dirty_bytes": lambda: state.dirty_bytes,
         "lowwater_pool_clean_bytes": lambda: state.clean.bytes,
@@ -148,6 +151,7 @@ def _readings(core: Core) -> dict[str, Gauge]:
         "lowwater_pages_deleted_total": lambda: flusher.pages_deleted,
         "lowwater_pages_used_bytes": used_bytes,
         "lowwater_pages_size_bytes": size_bytes,
+        "lowwater_checkpoints_size_bytes": checkpoints_bytes,
         "lowwater_flush_groups_total": lambda: flusher.groups,
         "lowwater_redo_lag_seqs": lambda: max(0, state.applied + 1 - flusher.flushed_redo_seq),
         "lowwater_dirty_age_seconds": lambda: _dirty_age_s(core),

@@ -92,6 +92,7 @@ class MemoryPages:
         self._landed: Transaction | None = None
         self._failure: LowwaterError | None = None
         self._closed = False
+        self.on_full: Callable[[], object] = lambda: False
 
     def read_meta(self) -> dict[bytes, bytes]:
         return self._read(lambda _: dict(self._meta))

@@ -16,18 +16,20 @@ from lowwater.engine.away import BlockSource
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import ColdOf
 from lowwater.engine.database import Database, EngineOptions, open_database
-from lowwater.engine.directory import LOG_DIRECTORY, local_path
+from lowwater.engine.directory import LOG_DIRECTORY, local_path, typed_errors
+from lowwater.engine.entries import Writable
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
 from lowwater.engine.origin import require_restored
 from lowwater.engine.ownership import Owner, claim, require_owner
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.real import RealFiles
+from lowwater.engine.recover import has_begun
 from lowwater.engine.replay import Progress
 from lowwater.engine.seams import Files
-from lowwater.engine.swap import set_aside
+from lowwater.engine.swap import DATA, set_aside
 from lowwater.engine.upkeep import VersionPolicy
-from lowwater.errors import PagesDamaged
+from lowwater.errors import Corrupt, LowwaterError, PagesDamaged
 from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def open_with(
     seams: Seams | None = None,
     store: PageStore | None = None,
     log_directory: str | None = None,
-    create: bool = True,
+    create: bool | Writable = True,
     registry: CollectorRegistry | None = None,
     blocks: BlockSource | None = None,
     cold: ColdOf | None = None,
@@ -162,15 +164,17 @@ def open_parts(
     seams: Seams | None,
     store: PageStore | None,
     log_directory: str | None,
-    create: bool | None,
+    create: bool | Writable | None,
     registry: CollectorRegistry | None,
     owner: Owner,
 ) -> T:
     """Open the log and the pages, and give them to `begin`, whose they are unless it raises. `owner` is who
-    orders the entries."""
+    orders the entries. `create` is that of `Log.open`."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
-    require_restored(seams.files, path)
     log_directory = log_directory or f"{path}/{LOG_DIRECTORY}"
+    require_restored(seams.files, path)
+    if store is None:
+        require_log_of_pages(seams.files, path, log_directory)
     require_owner(seams.files, log_directory, owner)
     log = Log.open(
         log_directory,
@@ -193,6 +197,39 @@ def open_parts(
     except BaseException:
         log.close()
         raise
+
+
+def require_log_of_pages(files: Files, path: str, log_directory: str) -> None:
+    """Raises where pages are here, and no log: a new one would not be theirs."""
+    pages = f"{path}/{PAGES_DIRECTORY}"
+    if not has_begun(files, log_directory) and DATA in _names(files, pages) and not is_unused(pages):
+        raise Corrupt(
+            "there are pages in this directory, and their log is gone",
+            path=log_directory,
+            hint="name its place as wal.dir if it is elsewhere, bring it back, or restore the archive into "
+            "a new directory: `lowwater restore URI DIR`",
+        )
+
+
+def is_unused(pages: str) -> bool:
+    """Whether there is a page store to which nothing was ever written: opening makes one before there is an
+    entry."""
+    try:
+        store = LmdbPages.open(pages, read_only=True)
+    except LowwaterError:
+        return False
+    try:
+        return not store.read_meta() and next(store.page_keys(), None) is None
+    finally:
+        store.close()
+
+
+def _names(files: Files, directory: str) -> list[str]:
+    with typed_errors(directory, "look into the directory"):
+        try:
+            return files.list(directory)
+        except FileNotFoundError:
+            return []
 
 
 def _tell_of_unused(log: Log, options: LogOptions | None) -> None:

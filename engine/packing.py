@@ -225,6 +225,11 @@ class Packing:
                 yield
         return lists, packs
 
+    @property
+    def bytes_written(self) -> int:
+        """Of all packs that were written."""
+        return sum(self._sizes.values())
+
     def _size_of(self, pack: bytes) -> int:
         size = self._sizes.get(pack)
         return self._base_packs[pack] if size is None else size

@@ -1,4 +1,4 @@
-"""What pages there are, one by one and together: for who looks into a page store.
+"""What pages there are, one by one and together, and what rows they have: for who looks into a page store.
 
 Always true: nothing is changed, and memory depends on the largest page alone, besides the keys of all pages.
 A page that cannot be read is listed with what is wrong with it.
@@ -10,8 +10,20 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowwater.engine.pages import BUCKET, KEY_END, REFERENCE, TOMBSTONE, Page, decode_page
+from lowwater.engine.blocks import Place
+from lowwater.engine.format import decode_metadata
+from lowwater.engine.pages import (
+    BUCKET,
+    KEY_END,
+    REFERENCE,
+    TOMBSTONE,
+    UNSTAMPED,
+    Page,
+    decode_key,
+    decode_page,
+)
 from lowwater.engine.pagestore import PageStore
+from lowwater.engine.records import VALUE_PLACE
 from lowwater.engine.references import decode_reference, is_reference
 from lowwater.errors import LowwaterError
 
@@ -72,8 +84,69 @@ def _count(histogram: dict[int, int], amount: int) -> None:
     histogram[floor] = histogram.get(floor, 0) + 1
 
 
+class PageRow(NamedTuple):
+    """A version of a key in a page, or a bucket's own record: then `key` is its name, and `bucket` is empty.
+    Of a large value there is where the log has it. `txn` is the transaction that has written it, where the
+    page does not say yet what became of that: then it has no time."""
+
+    bucket: str
+    key: str
+    value: bytes | None
+    metadata: dict[str, str] | None
+    seq: int
+    time_us: int | None
+    txn: int | None
+    is_deletion: bool
+    value_bytes: int
+    value_hash: bytes | None
+    place: Place | None
+
+
+def list_rows(
+    store: PageStore, low: bytes = b"", high: bytes = KEY_END
+) -> Iterator[PageInfo | Iterator[PageRow]]:
+    """The rows of each page that may hold keys from `low` to below `high`. Of one that is away, or cannot be
+    read, there is what `list_pages` says."""
+    for key, end, data in _stored(store, low, high):
+        info = _info(key, end, data)
+        if info.is_away or info.problem is not None:
+            yield info
+        else:
+            yield _rows_of(decode_page(data, key))
+
+
+def _rows_of(page: Page) -> Iterator[PageRow]:
+    for encoded, seq, time_us, flags, metadata, value in zip(
+        page.keys, page.seqs, page.times, page.flags, page.metadata, page.values, strict=True
+    ):
+        bucket, key = decode_key(encoded)
+        value_bytes, value_hash, place = len(value), None, None
+        if flags & REFERENCE:
+            segment_first, offset, value_bytes, value_hash = VALUE_PLACE.unpack(value)
+            place = segment_first, offset
+        is_stamped = not flags & UNSTAMPED
+        yield PageRow(
+            bucket.decode(),
+            key.decode(),
+            None if flags & (REFERENCE | TOMBSTONE) else value,
+            decode_metadata(metadata) if metadata else None,
+            seq,
+            time_us if is_stamped else None,
+            None if is_stamped else time_us,
+            bool(flags & TOMBSTONE),
+            value_bytes,
+            value_hash,
+            place,
+        )
+
+
 def list_pages(store: PageStore, low: bytes = b"", high: bytes = KEY_END) -> Iterator[PageInfo]:
     """The pages that may hold keys from `low` to below `high`, in order."""
+    return (_info(*each) for each in _stored(store, low, high))
+
+
+def _stored(store: PageStore, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Their page keys, those of the next ones, and their bytes."""
     keys = list(store.page_keys())
     start = max(0, bisect_right(keys, low) - 1)
     ends = [*keys[1:], KEY_END]
@@ -84,7 +157,7 @@ def list_pages(store: PageStore, low: bytes = b"", high: bytes = KEY_END) -> Ite
         run = keys[at : min(at + RUN_PAGES, stop)]
         for key, end, data in zip(run, ends[at:], store.get_many(run), strict=False):
             if data is not None:  # else it went away meanwhile
-                yield _info(key, end, data)
+                yield key, end, data
 
 
 def _info(low: bytes, high: bytes, data: bytes) -> PageInfo:

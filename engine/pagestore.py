@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from lowwater.errors import LogPoisoned, OutOfSpace
@@ -64,6 +64,9 @@ class PageStore(Protocol):
         Deleting what is not there changes nothing."""
         ...
 
+    on_full: Callable[[], object]
+    """Called where the disk has no room for a transaction, which is tried once more then."""
+
     has_sums: bool
     """Whether the keys of its pages were compared with those that were written, when it was opened."""
 
@@ -98,9 +101,13 @@ def check_write(
     assert len(set(put)) == len(put), "a page is written twice in one transaction"
 
 
+# What says that there is no room.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def write_failure(number: int, path: str) -> LogPoisoned:
     """The error of the write that failed with this errno (0: it is not known), and of all after it."""
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if number in FULL:
         return OutOfSpace(
             "the disk is full: a group of pages was not written",
             path=path,

@@ -51,10 +51,12 @@ from lowwater.engine.format import BATCH_BYTES_MAX, HEADER_BYTES, Flag, Kind, Se
 from lowwater.engine.pieces import GroupWalk, step
 from lowwater.engine.scan import READ_BYTES, Readable, Scan, find_frame, is_frame, scan_frames
 from lowwater.engine.seams import File, Files, write_all
-from lowwater.errors import Corrupt, InvalidEntry, NotLowwater
+from lowwater.errors import Corrupt, DataError, InvalidEntry, NewerVersion, NotLowwater
 
 # One batch is unsynced at a time, and the first of a segment has the header before it.
 _TORN_BYTES_MAX = BATCH_BYTES_MAX + HEADER_BYTES
+# More than the header and the first entry of any log.
+_BEGINNING_BYTES = 4096
 
 BEFORE_TRUNCATE = Failpoint("recover.before_truncate")
 BEFORE_REWRITE = Failpoint("recover.before_rewrite")
@@ -77,6 +79,31 @@ class Recovered:
     current: Current | None = None
     hint: Hint | None = None
     names: DirectoryNames = dataclass_field(default_factory=lambda: DirectoryNames([], False, [], []))
+
+
+def has_begun(files: Files, directory: str) -> bool:
+    """Whether there is a log. One whose making was ended by a crash, before its first entry was durable, is
+    none yet."""
+    with typed_errors(directory, "open the log"):
+        try:
+            names = read_names(files, directory)
+        except FileNotFoundError:
+            return False
+        if names.numbered or not names.has_current:
+            return bool(names.numbered)
+        file = files.open(f"{directory}/{CURRENT}")
+        try:
+            header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
+            if scan_frames(file, header, stop=min(file.size(), _BEGINNING_BYTES)).positions:
+                return True
+        except (DataError, NewerVersion):
+            pass
+        finally:
+            file.close()
+    try:
+        return not inspect_directory(files, directory).chain.is_empty
+    except (DataError, NewerVersion):
+        return True  # opening says what is wrong
 
 
 def inspect_directory(files: Files, directory: str, *, durable_seq: int = 0) -> Recovered:

@@ -14,6 +14,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Sequence
+from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES,
 from lowwater.engine.pieces import Piece
 from lowwater.engine.recover import Current, Recovered, hasher_of, repair_current
 from lowwater.engine.seams import Clock, File, Files, SyncMode, write_all
+from lowwater.logging import get_logger
+
+_logger = get_logger("log")
 
 BEFORE_WRITE = Failpoint("wal.before_write")
 AFTER_SYNC = Failpoint("wal.after_sync")
@@ -171,6 +175,14 @@ class SegmentStore:
         self._job: Generator[None, None, None] | None = None
         self._job_is_spare = False
         self._job_lock = threading.Lock()
+        # The files of segments that are in no list any more, the oldest first. They go in this order, whoever
+        # removes them, and also where one could not be removed.
+        self._leaving: list[str] = []
+        self._removing = threading.Lock()
+        self._is_closed = False
+        # The segment whose name is not durable yet. Its footer is not begun: where a power loss takes that
+        # name back, nothing may come behind its frames.
+        self._unnamed: Segment | None = None
         self._spare_ready = False
         self._spare_wanted = True
         self._hint_at = clock.monotonic()
@@ -368,9 +380,11 @@ class SegmentStore:
         with self._lock:
             # Readers open files by path under the lock, so name and list change together.
             self._files.rename(self.path, segment.path)
+            self._unnamed = segment
             self.segments.append(segment)
             self.current = None
         self._files.sync_directory(self._directory)
+        self._unnamed = None
         current.file.close()
         self._hinted_bytes = self._synced_bytes = 0
         AFTER_ROTATE()
@@ -455,7 +469,8 @@ class SegmentStore:
 
     def _next_job(self, *, may_prepare: bool) -> Generator[None, None, None] | None:
         with self._lock:
-            segment = next((segment for segment in self.segments if not segment.sealed), None)
+            unsealed = (each for each in self.segments if not each.sealed and each is not self._unnamed)
+            segment = next(unsealed, None)
             current = self.current
         self._job_is_spare = segment is None
         if segment is not None:
@@ -469,6 +484,7 @@ class SegmentStore:
 
     def _seal(self, segment: Segment) -> Generator[None, None, None]:
         BEFORE_SEAL()
+        began_s = self._clock.monotonic()
         yield from seal_steps(self._files, segment)
         path = f"{self._directory}/{segment_name(segment.seq_first, segment.seq_last)}"
         with self._lock:
@@ -479,6 +495,14 @@ class SegmentStore:
             segment.positions = segment.block_hashes = segment.builder = None
         self._files.sync_directory(self._directory)
         AFTER_SEAL()
+        _logger.info(
+            "sealed",
+            path=path,
+            seq_first=segment.seq_first,
+            seq_last=segment.seq_last,
+            bytes=segment.body_bytes,
+            duration_s=round(self._clock.monotonic() - began_s, 3),
+        )
         self.on_sealed()
 
     def _prepare_spare(self, size: int) -> Generator[None, None, None]:
@@ -539,6 +563,9 @@ class SegmentStore:
 
     def close(self, *, clean: bool) -> None:
         """`clean` finishes what is under way and records that everything is durable."""
+        self._is_closed = True
+        with self._removing:
+            pass  # nobody removes anything any more: the directory may be another process's next
         if clean:
             self.seal_all()
             if self.current is not None and self._sync_mode == "none":
@@ -558,18 +585,25 @@ class SegmentStore:
         if self.current is not None:
             self.current.file.close()
 
-    def take_out(self, seq: int) -> list[str]:
-        """Take segments that hold nothing above `seq` out of the list: their files, the oldest first. Who has
-        one open reads on. The newest stays: what follows it says so."""
-        with self._lock:
-            count = min(bisect_right(self.segments, seq, key=_seq_last), len(self.segments) - 1)
-            gone = []
-            for segment in self.segments[: max(count, 0)]:
-                if not segment.sealed:
-                    break
-                gone.append(segment.path)
-            del self.segments[: len(gone)]
-        return gone
+    def remove_up_to(self, seq: int) -> None:
+        """Remove segments that hold nothing above `seq`. Who has one open reads on. The newest stays: what
+        follows it says so."""
+        with self._removing:
+            with self._lock:
+                count = min(bisect_right(self.segments, seq, key=_seq_last), len(self.segments) - 1)
+                gone = takewhile(attrgetter("sealed"), self.segments[: max(count, 0)])
+                paths = [segment.path for segment in gone]
+                count = len(paths)
+                self._leaving += paths
+                del self.segments[:count]
+            while self._leaving and not self._is_closed:
+                try:
+                    self._files.remove(self._leaving[0])
+                except FileNotFoundError:
+                    pass  # whoever began this was interrupted
+                # One at a time: a crash must not leave an old segment where a newer one is gone.
+                self._files.sync_directory(self._directory)
+                del self._leaving[0]
 
     # ------------------------------------------------------------------ finding (readers, lock held)
 

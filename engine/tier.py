@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lowwater.engine.records import Object
 
 if TYPE_CHECKING:
-    from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
+    from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
     from lowwater.engine.log import Log
 
 # `waiting`: the store was not reached yet. `working`: there is something to ship, and it is being shipped.
@@ -84,6 +84,11 @@ class Tier(Protocol):
         """What was recorded up to this entry is another cluster's, of which this one is a clone."""
         ...
 
+    @property
+    def cache_bytes(self) -> int:
+        """What its cache takes of the disk."""
+        ...
+
     def older_versions(self, log: Log, catalogue: Catalogue) -> OlderVersions: ...
 
     def ship(self, timeout_s: float | None) -> int:
@@ -94,6 +99,11 @@ class Tier(Protocol):
 
     def read_checkpoint(self, checkpoint: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
         """The index of a checkpoint that is recorded, and what reads its packs by their hashes."""
+        ...
+
+    def require_shipped(self, segments: Sequence[SegmentDescriptor]) -> None:
+        """Before they are removed here: that a store has them. Raises where one is neither there nor comes
+        there now."""
         ...
 
     def checkpoints_needed(self) -> list[int]:

@@ -188,6 +188,8 @@ class TransactionTable:
         self._page_counts: Counter[int] = Counter()
         # How much transactions have written that ended since pages were last swept.
         self.ended_bytes = 0
+        # How many of them others have doomed, by writing first.
+        self.doomed = 0
 
     @property
     def floor(self) -> int | None:
@@ -231,6 +233,7 @@ class TransactionTable:
         return set(self._page_counts)
 
     def doom(self, txn: int) -> None:
+        self.doomed += 1
         self.put(self.rows[txn]._replace(doomed=True))
 
     def view(self, *ids: Iterable[int]) -> View | None:

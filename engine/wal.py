@@ -55,7 +55,6 @@ from lowwater.errors import (
     Closed,
     DirectoryLocked,
     DiskFull,
-    InputError,
     InvalidConfig,
     InvalidEntry,
     LogPoisoned,
@@ -202,15 +201,8 @@ class Wal:
         """Where the log stands with everything that was queued."""
         return self._chain
 
-    def watch(self, registry: CollectorRegistry) -> None:
-        """Have this log's metrics in `registry`."""
-        try:
-            metrics = LogMetrics(registry)
-        except ValueError as error:
-            raise InputError(
-                "this registry has the metrics of another log",
-                hint="give each open log a registry of its own",
-            ) from error
+    def watch(self, registry: CollectorRegistry, metrics: LogMetrics) -> None:
+        """Have this log shown by metrics that are in `registry`."""
         metrics.watch(
             segments=lambda: self.store.segment_count,
             size_bytes=lambda: self.store.bytes_total,
@@ -223,11 +215,12 @@ class Wal:
 
     def purge(self, seq: int) -> int:
         """Remove sealed segments that hold nothing above `seq`: the seq up to which entries are gone."""
+        self.refuse_forked()
+        with self.lock:
+            if self._closing or self._ended:
+                raise Closed("the log is closed", path=self.directory)
         with typed_errors(self.directory, "purge the log"):
-            for path in self.store.take_out(seq):
-                self.files.remove(path)
-                # One at a time: a crash must not leave an old segment where a newer one is gone.
-                self.files.sync_directory(self.directory)
+            self.store.remove_up_to(seq)
         with self.lock:
             return self.store.seq_before_first
 

@@ -1,1 +1,1 @@
-"""Lowwater's recovery: from the object store alone back to a database."""
+"""Recovery: from the object store back to a database, and from log and store back to its pages."""

@@ -12,14 +12,15 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Fork, fork_entry
+from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Fork, SegmentDescriptor, fork_entry
 from lowwater.engine.chain import seal_entry
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import Core, EngineOptions, meta_of
@@ -32,16 +33,27 @@ from lowwater.engine.origin import ORIGIN, Origin, log_directory_of, read_origin
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.reading import Reading
 from lowwater.engine.real import RealFiles
+from lowwater.engine.recover import has_begun
 from lowwater.engine.replay import Progress
 from lowwater.engine.space import kept_free_bytes
 from lowwater.engine.tier import ShippingStatus
-from lowwater.errors import Fenced, InputError, InvalidConfig, LowwaterError, PagesDamaged
+from lowwater.errors import (
+    DatabaseMissing,
+    Fenced,
+    InputError,
+    InvalidConfig,
+    LowwaterError,
+    NotFound,
+    PagesDamaged,
+)
 from lowwater.logging import get_logger
 from lowwater.metrics import ColdMetrics, StoreMetrics
 from lowwater.recovery.arguments import ConfigSource, place_options
+from lowwater.recovery.missing import OnMissing, explain, half_restored, is_first, require_known, restore_here
 from lowwater.recovery.warming import Warming
 from lowwater.tiering import opening
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.beginning import require_writable
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.cold import ColdLog
@@ -102,6 +114,10 @@ class ParentTier:
     def cold(self, catalogue: Catalogue) -> ColdLog:
         return ColdLog(self.fetcher, catalogue, segment_name)
 
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.bytes
+
     def older_versions(self, log: Log, catalogue: Catalogue) -> ColdVersions:
         cold = log.cold_source
         assert isinstance(cold, ColdLog), "what is attached was opened with the same store"
@@ -126,6 +142,9 @@ class ParentTier:
 
     def read_checkpoint(self, checkpoint: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
         return read_objects(self._store, checkpoint)
+
+    def require_shipped(self, segments: Sequence[SegmentDescriptor]) -> None:
+        """Nothing is purged here that somebody else has not said to be shipped."""
 
     def checkpoints_needed(self) -> list[int]:
         return []
@@ -159,6 +178,7 @@ def open_directory(
     tier: str | None = None,
     config: ConfigSource | Config = None,
     create: bool = True,
+    on_missing: OnMissing = "refuse",
     registry: CollectorRegistry | None = None,
     progress: Progress | None = None,
 ) -> Database:
@@ -168,15 +188,28 @@ def open_directory(
     the configuration says. `config` is a TOML file, a mapping or a `Config`; `create=False` refuses a
     directory without a database. `progress` is told how far recovery is: (the seq applied, the last one).
 
+    Where there is no database in `directory`, the archive is asked before anything is made. If that has a
+    history, the directory was lost, or is another one: `DatabaseMissing`, with the command that restores it.
+    `on_missing="restore"` restores what was shipped, and opens that; whoever else writes to the archive is
+    fenced then. An archive that does not answer is an error, since nobody knows what it has.
+
     A directory that was restored knows its archive: it goes on with it, or, as a clone, reads from it.
     """
     from lowwater.config import Config
 
+    require_known(on_missing)
     loaded = Config.load(config)
 
     def open_it() -> Database:
         return _open_directory(
-            directory, loaded, tier=tier, create=create, registry=registry, progress=progress
+            directory,
+            loaded,
+            tier=tier,
+            create=create,
+            on_missing=on_missing,
+            source=config,
+            registry=registry,
+            progress=progress,
         )
 
     try:
@@ -206,20 +239,34 @@ def _open_directory(
     *,
     tier: str | None,
     create: bool,
+    on_missing: OnMissing,
+    source: ConfigSource | Config,
     registry: CollectorRegistry | None,
     progress: Progress | None,
 ) -> Database:
     settings = configured(directory, loaded)
+    named = tier or loaded.tier.store_uri()
     origin = read_origin(RealFiles(), settings.path)
     if origin is None:
-        return opening.open_directory(
-            directory, tier=tier, config=loaded, create=create, registry=registry, progress=progress
-        )
-    named = tier or loaded.tier.store_uri()
+        begun = half_restored(settings, loaded.tier, tier) if on_missing == "restore" else None
+        if begun is not None:
+            loaded = with_origin(loaded, begun) if named is None else loaded
+        else:
+            try:
+                return opening.open_directory(
+                    directory, tier=tier, config=loaded, create=create, registry=registry, progress=progress
+                )
+            except DatabaseMissing as error:
+                explain(error, settings, tier, loaded.tier, source)
+                if on_missing == "refuse" or not is_first(error, tier, loaded.tier):
+                    raise
+                require_writable(tier, loaded.tier)
+        origin = restore_here(settings, tier or str(loaded.tier.store_uri()), loaded)
     loaded = with_origin(loaded, origin) if named is None else loaded
     uri = tier or loaded.tier.store_uri()
     assert uri is not None
     log_directory = log_directory_of(RealFiles(), settings.path, settings.log_directory)
+    require_log_of(origin, settings.path, log_directory)
     place = parse_uri(uri, dict(loaded.tier.options) if uri == loaded.tier.store_uri() else {})
     stores = opening.open_stores(tier, loaded.tier)
     try:
@@ -240,6 +287,18 @@ def _open_directory(
         if named is None and not error.hint:
             error.hint = f"this directory was restored from {origin.uri}: name it with its options as tier="
         raise
+
+
+def require_log_of(origin: Origin, path: str, log_directory: str) -> None:
+    """Raises where the log of a directory that was restored is gone: nothing can go on with the rest."""
+    if has_begun(RealFiles(), log_directory):
+        return
+    arguments = [origin.uri, "NEW", *(["--clone", "--at", str(origin.seq)] if origin.is_clone else [])]
+    raise NotFound(
+        "this directory was restored, and its log is gone",
+        path=log_directory,
+        hint=f"bring it back, or restore again: `{shlex.join(['lowwater', 'restore', *arguments])}`",
+    )
 
 
 def with_origin(config: Config, origin: Origin) -> Config:

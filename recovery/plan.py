@@ -58,7 +58,7 @@ def plan(
 def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
     archive = open_archive(store)
     fetcher = Fetcher(store, clock=seams.clock)
-    reached = reach(archive)
+    reached = reach(archive, at)
     point = point_of(reached, store, fetcher, seq_of(reached, fetcher, store.uri, at))
     log_bytes = sum(each.size for each in point.segments)
     objects, early_bytes = len(point.segments) + 1, log_bytes

@@ -60,8 +60,10 @@ class Point(NamedTuple):
     """The one before these."""
 
 
-def reach(archive: Archive) -> Reached:
-    manifest = archive.newest()
+def reach(archive: Archive, at: Moment = None) -> Reached:
+    """All that can be restored. For a moment, what an older manifest reaches will do where the newest one
+    cannot be read."""
+    manifest = archive.newest() if at is None else archive.newest_readable()
     recorded = Catalogue() if manifest is None else archive.catalogue_of(manifest)
     complete = catalogue_as_of(recorded, format.SEQ_MAX)
     for segment in archive.segments_after(manifest, recorded):

@@ -26,12 +26,12 @@ from lowwater.engine.check import require_log
 from lowwater.engine.directory import LOG_DIRECTORY, typed_errors
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import PAGES_DIRECTORY, configured
+from lowwater.engine.opening import PAGES_DIRECTORY, configured, is_unused
 from lowwater.engine.origin import read_origin, require_restored
 from lowwater.engine.seams import Files
 from lowwater.engine.swap import drop, finish_swap, set_aside
 from lowwater.engine.wal import lock_directory
-from lowwater.errors import ArchivedOnly, Corrupt, LowwaterError
+from lowwater.errors import ArchivedOnly, Corrupt
 from lowwater.recovery import segments
 from lowwater.recovery.arguments import ConfigSource, real_seams, store_of
 from lowwater.recovery.opening import with_origin
@@ -170,7 +170,7 @@ def _rebuild(
         if checkpoint is not None:
             count = _install(made, plan)
     kept_as = None
-    if _is_empty(pages):
+    if is_unused(pages):
         drop(files, pages)
     elif PAGES_DIRECTORY in files.list(path):
         kept_as = set_aside(files, pages)
@@ -185,18 +185,6 @@ def _rebuild(
         segments_fetched=fetched,
         uri=None if plan is None or store is None else store.uri,
     )
-
-
-def _is_empty(pages: str) -> bool:
-    """Whether there is a store to which nothing was ever written: opening makes one, and refuses it then."""
-    try:
-        store = LmdbPages.open(pages, read_only=True)
-    except LowwaterError:
-        return False
-    try:
-        return not store.read_meta() and next(store.page_keys(), None) is None
-    finally:
-        store.close()
 
 
 def _install(path: str, plan: _Plan) -> int:

@@ -31,6 +31,7 @@ from lowwater.engine.references import REFERENCE_BYTES
 from lowwater.engine.seams import File, Files
 from lowwater.engine.wal import lock_directory
 from lowwater.errors import AlreadyExists, Corrupt, DirectoryLocked
+from lowwater.logging import get_logger
 from lowwater.recovery import segments
 from lowwater.recovery.arguments import ConfigSource, real_seams, store_of
 from lowwater.recovery.opening import append_fork, open_log, open_to_read
@@ -53,11 +54,16 @@ from lowwater.tiering.store import Found, Part, Store
 if TYPE_CHECKING:
     from lowwater.config import Config
 
+_logger = get_logger("restore")
+
 AFTER_NOTE = Failpoint("restore.after_note")
 BEFORE_PAGES = Failpoint("restore.before_pages")
 AFTER_PAGES = Failpoint("restore.after_pages")
 BEFORE_FORK = Failpoint("restore.before_fork")
 BEFORE_END = Failpoint("restore.before_end")
+
+# What a file system has at its top when it is new, as that on the disk in the place of a lost one.
+LOST_FOUND = "lost+found"
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""
@@ -151,6 +157,9 @@ class _Counting:
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         raise AssertionError("a restore does not change the archive")
 
+    def copy(self, source: str, target: str) -> bool:
+        raise AssertionError("a restore does not change the archive")
+
     def delete(self, name: str) -> None:
         raise AssertionError("a restore does not change the archive")
 
@@ -181,6 +190,19 @@ def restore_with(
     ).run(at, clone=clone or at is not None, full=full)
 
 
+def in_the_way(files: Files, path: str) -> str | None:
+    """What lies in a directory that keeps a restore from beginning there; None where nothing does."""
+    with typed_errors(path, "look into the directory"):
+        try:
+            names = files.list(path)
+        except FileNotFoundError:
+            return None
+        others = set(names) - {LOG_DIRECTORY, TEMPORARY, LOST_FOUND}
+        if LOG_DIRECTORY in names:
+            others |= set(files.list(f"{path}/{LOG_DIRECTORY}")) - {LOCK}
+    return min(others, default=None)
+
+
 class _Restore:
     def __init__(
         self,
@@ -204,9 +226,10 @@ class _Restore:
         self._progress = progress
 
     def run(self, at: Moment, *, clone: bool, full: bool) -> Restored:
+        began_s = self._seams.clock.monotonic()
         archive = open_archive(self._store)
         fetcher = Fetcher(self._store, clock=self._seams.clock)
-        reached = reach(archive)
+        reached = reach(archive, at)
         wanted = seq_of(reached, fetcher, self._store.uri, at)
         self._go_on_with_log()
         lock = self._take()
@@ -231,6 +254,17 @@ class _Restore:
         if full:
             root, away = self._bring_all(reached, origin, point, root), 0
         self._end()
+        _logger.info(
+            "restored",
+            uri=self._store.uri,
+            path=self._path,
+            seq=origin.seq,
+            checkpoint_seq=origin.checkpoint_seq,
+            pages_away=away,
+            bytes=self._store.bytes,
+            requests=self._store.requests,
+            duration_s=round(self._seams.clock.monotonic() - began_s, 3),
+        )
         return Restored(
             uri=self._store.uri,
             path=self._path,
@@ -267,8 +301,8 @@ class _Restore:
         """Be the only one who makes something there."""
         files, path = self._files, self._path
         with typed_errors(path, "restore into this directory"):
+            self._require_ours()
             files.make_directory(path)
-            self._require_ours(files.list(path))
             files.make_directory(self._log_directory)
             try:
                 lock = lock_directory(files, self._log_directory, self._seams.owner)
@@ -279,15 +313,19 @@ class _Restore:
                     hint="wait for its end, or restore into another directory",
                 ) from error
             try:
-                self._require_ours(files.list(path))
+                self._require_ours()
                 segments.begin(files, self._log_directory)
             except BaseException:
                 lock.close()
                 raise
         return lock
 
-    def _require_ours(self, names: list[str]) -> None:
+    def _require_ours(self) -> None:
         """That the directory is new, or a restore has begun it."""
+        try:
+            names = self._files.list(self._path)
+        except FileNotFoundError:
+            names = []
         if RESTORING in names:
             return
         if ORIGIN in names:
@@ -296,14 +334,12 @@ class _Restore:
                 path=self._path,
                 hint="open it, or restore into a new directory",
             )
-        others = set(names) - {LOG_DIRECTORY, TEMPORARY}
-        if LOG_DIRECTORY in names:
-            others |= set(self._files.list(f"{self._path}/{LOG_DIRECTORY}")) - {LOCK}
         if self._log_elsewhere:
             self._require_new_log()
-        if others:
+        found = in_the_way(self._files, self._path)
+        if found is not None:
             raise AlreadyExists(
-                f"there is something in this directory already: {min(others)}",
+                f"there is something in this directory already: {found}",
                 path=self._path,
                 hint="restore into a new directory: nothing is ever written over",
             )
@@ -311,7 +347,7 @@ class _Restore:
     def _require_new_log(self) -> None:
         with typed_errors(self._log_directory, "restore the log into this directory"):
             try:
-                names = set(self._files.list(self._log_directory)) - {LOCK}
+                names = set(self._files.list(self._log_directory)) - {LOCK, LOST_FOUND}
             except FileNotFoundError:
                 return
         if names:

@@ -30,6 +30,7 @@ from lowwater.tiering.scrub_objects import (
     WantedCheckpoint,
     WantedList,
     WantedSegment,
+    WantedState,
     look_with_threads,
 )
 from lowwater.tiering.watched_store import WatchedStore
@@ -118,6 +119,8 @@ def _what(item: Item) -> str:
     """What all items of one call have in common, for people."""
     if isinstance(item, WantedSegment):
         return "segments"
+    if isinstance(item, WantedState):
+        return "states"
     if isinstance(item, WantedList):
         return "blocks of checkpoints"
     if isinstance(item, WantedCheckpoint):

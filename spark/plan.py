@@ -44,9 +44,10 @@ from lowwater.tiering.archive import open_archive
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.lineage import Lineage, parents_opener
-from lowwater.tiering.names import CLUSTER, newest_manifests, segment_name
+from lowwater.tiering.names import CLUSTER, segment_name
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.shipped_log import Moment
+from lowwater.tiering.states import newest_manifests
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.store_uri import StorePlace, parse_uri
 
@@ -249,7 +250,7 @@ def _pin_archive(place: Place, known: Pinned | None) -> Pinned:
     try:
         archive = open_archive(store)
         is_ours = known is not None and known.cluster_id == archive.cluster_id
-        if known is not None and is_ours and newest_manifests(store) == [known.manifest]:
+        if known is not None and is_ours and newest_manifests(store, archive.states) == [known.manifest]:
             return known
         manifest = archive.newest()
         if manifest is None or not manifest.hwm:

@@ -113,20 +113,20 @@ def _connected(remote: str, chosen: Mapping[str, str], app_name: str) -> SparkSe
 
     try:
         import pyspark.sql.connect.session  # noqa: F401 — says which of its packages is missing
-    except ImportError as error:
+    except (ImportError, SystemExit) as error:  # it exits where `python -c` runs
+        missing = "" if isinstance(error, SystemExit) else f": {error}"
         raise NotFound(
-            f"Spark Connect's client needs what is not installed: {error}", hint=f"pip install {CLIENT}"
+            f"Spark Connect's client needs what is not installed{missing}", hint=f"pip install {CLIENT}"
         ) from error
     builder = SparkSession.builder.remote(remote)
-    if remote.startswith("local"):
+    if _is_local(remote):
         # The server is a session of the other kind, and needs what those need. It takes its settings from
         # here: those of a builder would be set again in the client's session, with a warning for each.
         settings = json.dumps({"spark.app.name": app_name, **_settings(remote), **chosen})
         given = {"PYSPARK_REMOTE_INIT_CONF_LEN": "1", "PYSPARK_REMOTE_INIT_CONF_0": settings}
         with _environment({**_surroundings(remote), **given}):
             return builder.getOrCreate()
-    if not remote.startswith("sc://"):
-        raise InvalidConfig(f"{_shown(remote)} is no remote", hint="it is sc://host:15002, or local[2]")
+    _address(remote)
     found = builder.getOrCreate()
     _change(found, {_PUSHDOWN: "true", **chosen})
     return found
@@ -193,12 +193,22 @@ def _shown(remote: str) -> str:
     return remote.partition(";")[0].removesuffix("/")
 
 
+def _is_local(remote: str) -> bool:
+    """Whether Spark Connect's server is started in this process."""
+    return remote == "local" or remote.startswith(("local[", "local-cluster["))
+
+
 def _address(remote: str) -> str:
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
-    if not remote.startswith("sc://"):
+    if _is_local(remote):
         return _shown(remote)
-    builder: Any = DefaultChannelBuilder(remote)
+    try:
+        builder: Any = DefaultChannelBuilder(remote)
+    except ValueError:  # its text has the parameters, too
+        raise InvalidConfig(
+            f"{_shown(remote)} is no remote", hint="it is sc://host:15002, or local[2]"
+        ) from None
     return str(builder.endpoint)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from lowwater.tiering.testing.s3_server import S3Server
+from lowwater.tiering.testing.s3_server import S3Server, forget_other_servers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+forget_other_servers()
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("lowwater", deadline=None, print_blob=True)
@@ -35,6 +38,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in skipped.items():
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was not tested here, a line for each reason: one may hold for hundreds of tests."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for reason, count in sorted(Counter(_reason(report) for report in skipped).items()):
+        terminalreporter.write_line(f"skipped {count}: {reason}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    assert isinstance(report.longrepr, tuple)
+    return report.longrepr[2].removeprefix("Skipped: ")
 
 
 def _docker_runs() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,56 @@ def test_blocks_that_are_not_run_are_few_and_known() -> None:
     found = [(page, block.not_run) for page, blocks in BLOCKS.items() for block in blocks if block.not_run]
     assert found == NOT_RUN
     assert len(NOT_RUN) <= NOT_RUN_MAX
+
+
+# ---------------------------------------------------------------------------- what they are
+
+TEXTS = PAGES | {name: (ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md", "chaos/README.md")}
+LINE_MAX = 120
+
+
+def without_fences(markdown: str) -> list[str]:
+    return re.sub(r"^ *```.*?^ *```$", "", markdown, flags=re.DOTALL | re.MULTILINE).splitlines()
+
+
+def anchors_of(markdown: str) -> set[str]:
+    headings = [line.lstrip("# ") for line in without_fences(markdown) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_each_decision_has_a_number_of_its_own() -> None:
+    """Others name it by that."""
+    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [path.name[:4] for path in decisions]
+    assert len(numbers) == len(set(numbers))
+    headings = [re.match(r"# (\d+)[.:] ", path.read_text()) for path in decisions]
+    assert [int(found[1]) if found else None for found in headings] == [int(number) for number in numbers]
+
+
+def test_prose_fits_into_a_window() -> None:
+    """A table's row, a link and a command cannot be broken; a sentence can."""
+    long = [
+        f"{page}: {line[:60]}"
+        for page, text in TEXTS.items()
+        for line in without_fences(text)
+        if len(line) > LINE_MAX and not line.startswith("|") and " " in line.strip()
+    ]
+    assert long == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """A heading is quickly renamed."""
+    dead = []
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            if target.startswith("http"):
+                continue
+            found = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
+            name = str(found.relative_to(ROOT))
+            if not found.exists() or (anchor and anchor not in anchors_of(TEXTS[name])):
+                dead.append(f"{page}: {target}")
+    assert dead == []
 
 
 # ---------------------------------------------------------------------------- what runs them

@@ -103,10 +103,12 @@ def test_a_wheel_without_loops_is_for_any_platform_and_pip_has_a_compiled_one_be
 
 @pytest.mark.long
 def test_a_folder_is_built_each_time_whatever_there_was(pip: Pip) -> None:
-    """So installing from a clone takes the compiler that came after the first try."""
+    """So installing from a clone takes the compiler that came after the first try, and never the loops of
+    other sources."""
     clone = str(pip.folder / "lowwater-main")
     assert not pip.install(compiler=False, source=clone)
     assert pip.install(compiler=True, source=clone)
+    assert not pip.install(compiler=False, source=clone)
 
 
 def wheel_file(pip: Pip) -> str:

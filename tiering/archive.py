@@ -3,22 +3,24 @@
 Always true:
   - what counts is what the newest manifest of the newest epoch that has one reaches; everything else may be
     there, and means nothing;
-  - a manifest is written when all that it reaches is there, and after those of all entries before it;
+  - a manifest is written when all that it reaches is there, and after those of all entries before it; it
+    counts once a state names it (`states.py`), which nobody can do who was outrun;
   - who claims to write has seen the newest manifest after its claim could be seen, and who has published has
     looked for claims after its manifest could be seen. So of two that go on from one log, one sees the other:
-    it stops with `Fenced`, and nothing of it counts any more.
+    it stops with `Fenced`, and nothing of it counts any more. States see to it, whatever lists say; lists do
+    where a store cannot keep a name that is taken.
 
 The store has to show what was written to whoever lists or reads afterwards, as S3, GCS, Azure and folders do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import Catalogue, ListHead, SegmentDescriptor
+from lowwater.engine.catalogue import Catalogue, Fork, ListHead, SegmentDescriptor
 from lowwater.engine.format import SegmentHeader
 from lowwater.errors import (
     Busy,
@@ -36,9 +38,9 @@ from lowwater.tiering.names import (
     chunk_name,
     epoch_prefix,
     epochs_above,
-    newest_epoch,
-    newest_manifests,
+    listed_epoch,
     parse,
+    state_name,
     wal_prefix,
 )
 from lowwater.tiering.objects import (
@@ -46,6 +48,7 @@ from lowwater.tiering.objects import (
     EpochClaim,
     Manifest,
     Parent,
+    State,
     decode_cluster,
     decode_epoch,
     decode_manifest,
@@ -53,8 +56,14 @@ from lowwater.tiering.objects import (
     manifest_of,
     require_hash,
 )
-from lowwater.tiering.store import Found, Store, at, read_small
+from lowwater.tiering.states import States, newest_manifests
+from lowwater.tiering.store import Found, Store, at, is_there, read_small
 from lowwater.tiering.verify import ObjectEnds, describe_object
+
+HINT_NEWEST = (
+    "restore this object from another copy of the archive, or open the database that shipped it, which then "
+    "writes it again; or restore as of a seq before it: `lowwater restore --at`"
+)
 
 # Others who claim at the same time: more than that is no accident.
 COLLISIONS_MAX = 100
@@ -73,26 +82,44 @@ class Claim(NamedTuple):
 class Archive:
     """Use `open_archive`."""
 
-    def __init__(self, store: Store, cluster_id: bytes) -> None:
+    def __init__(self, store: Store, cluster_id: bytes, parent: Parent | None = None) -> None:
         self.store = store
         self.cluster_id = cluster_id
+        self.parent = parent
+        self.states = States(store)
+        # The name of the claim that was made here.
+        self._claimed = ""
         # The heads of the newest manifest that is known to be there: what they reach is there too.
         self._published: dict[str, ListHead] | None = None
 
     # ------------------------------------------------------------------ reading
 
     def newest(self) -> Manifest | None:
-        """The newest manifest of the newest epoch that has one."""
-        names = newest_manifests(self.store)
+        """The newest manifest that counts."""
+        names = newest_manifests(self.store, self.states)
         if not names:
             return None
         if len(names) > 1:
+            raise self._of_two(names[0])
+        try:
+            return self.read_manifest(names[0])
+        except NotFound:
             raise Corrupt(
-                "one entry has two manifests: two logs have written in one epoch",
-                path=at(self.store.uri, names[0]),
-                hint="find out which of the two is right: `lowwater tier ls` lists both",
-            )
-        return self.read_manifest(names[0])
+                "the newest manifest is gone", path=at(self.store.uri, names[0]), hint=HINT_NEWEST
+            ) from None
+
+    def newest_readable(self) -> Manifest | None:
+        """The newest manifest, or the newest before it that can be read, if there is any."""
+        try:
+            return self.newest()
+        except DataError:
+            for state in self.states.down_from(self.states.number):
+                if state.manifest:
+                    try:
+                        return self.read_manifest(state.manifest)
+                    except (DataError, NotFound):
+                        pass
+            raise
 
     def read_manifest(self, name: str) -> Manifest:
         found = parse(name)
@@ -109,6 +136,13 @@ class Archive:
         if manifest.cluster_id != self.cluster_id:
             raise OtherCluster("this manifest is of another cluster", path=at(self.store.uri, name))
         return manifest
+
+    def _of_two(self, name: str) -> Corrupt:
+        return Corrupt(
+            "one entry has two manifests: two logs have written in one epoch",
+            path=at(self.store.uri, name),
+            hint="find out which of the two is right: `lowwater tier ls` lists both",
+        )
 
     def catalogue_of(self, manifest: Manifest) -> Catalogue:
         """All that a manifest reaches, each chunk compared with its hash."""
@@ -183,8 +217,61 @@ class Archive:
             is_there = False
         if not is_there:
             raise StoreCorrupt("a manifest is not what was written", path=at(self.store.uri, manifest.name))
+        self.have_count(manifest, catalogue.epoch_at(format.SEQ_MAX))
         self._published = manifest.heads
         return manifest
+
+    def have_count(self, manifest: Manifest, epoch: int) -> None:
+        """Have a state name it, or a later one. Raises Fenced where somebody has claimed a higher epoch than
+        this log's: its manifest may be of an entry that an earlier life has left."""
+        place = (manifest.epoch, manifest.seq)
+        state = self.states.seen or self.states.newest()
+        while state is None or state.place < place:
+            claim = self._claimed
+            if state is not None:
+                self._require_ours(state, epoch)
+                claim = state.claim if state.epoch == epoch else self._claimed
+            self.states.append(self.cluster_id, epoch, claim, manifest.name)
+            state = self.states.seen
+        self._require_ours(state, epoch)
+        if state.place == place and state.manifest != manifest.name:
+            raise self._of_two(state.manifest)
+
+    def _require_ours(self, state: State, epoch: int) -> None:
+        if state.cluster_id != self.cluster_id:
+            raise OtherCluster(
+                "this state is of another cluster", path=at(self.store.uri, state_name(state.number))
+            )
+        if state.epoch > epoch:
+            raise self._fenced(
+                f"epoch {epoch} is over: somebody has claimed a higher one", state.claim or state.manifest
+            )
+        if state.epoch == epoch and self._claimed and state.claim not in ("", self._claimed):
+            raise self._fenced(f"somebody else has claimed epoch {epoch} as well", state.claim)
+
+    def bring_newest(self, catalogue: Catalogue) -> None:
+        """Where the manifest that counts is gone, and the log has its entry, write it again."""
+        state = self.states.newest()
+        if state is None or is_there(self.store, state.manifest or CLUSTER):
+            return
+        manifest = manifest_of(catalogue, self.cluster_id, state.place[1])
+        if manifest.name == state.manifest:
+            for chunk_hash, data in catalogue.objects(manifest.heads):
+                self._write(chunk_name(chunk_hash), data)
+            self._write(manifest.name, manifest.encode())
+
+    def bring_claims(self, forks: Iterable[Fork], *, token: Callable[[int], bytes], owner: str) -> None:
+        """Where the claims of a log's epochs are gone, claim them again: it has each of them by a `fork`."""
+        for fork in forks:
+            if fork.cluster_id == self.cluster_id and not any(self.store.list(epoch_prefix(fork.epoch))):
+                claim = EpochClaim(
+                    self.cluster_id, fork.epoch, fork.parent_epoch, fork.parent_manifest, token(16), owner
+                )
+                self._write(claim.name, claim.encode())
+
+    def forget(self) -> None:
+        """Take nothing for there that a manifest reaches."""
+        self._published = {}
 
     def _known(self) -> dict[str, ListHead]:
         if self._published is None:
@@ -206,6 +293,9 @@ class Archive:
         nobody has."""
         for name in epochs_above(self.store, epoch):
             raise self._fenced(f"epoch {epoch} is over: somebody has claimed a higher one", name)
+        state = self.states.newest()
+        if state is not None:
+            self._require_ours(state, epoch)
 
     # ------------------------------------------------------------------ claiming
 
@@ -222,30 +312,46 @@ class Archive:
         hash of the manifest that a restore began with, whose own entry its log lacks. The claim is good once
         the `fork` is in the log: whoever sees another manifest than those of its past gets Fenced."""
         before = self._require_past(catalogue, follows)
-        epoch_next = max(epoch, newest_epoch(self.store)) + 1
+        epoch_next = max(epoch, self.newest_epoch()) + 1
         for _ in range(COLLISIONS_MAX):
             ours = EpochClaim(self.cluster_id, epoch_next, epoch, _hash_of(before), token(16), owner)
             self._write(ours.name, ours.encode())
-            claims = list(epochs_above(self.store, epoch_next - 1))
-            if ours.name not in claims:
+            if not is_there(self.store, ours.name):
                 where = at(self.store.uri, ours.name)
                 raise StoreCorrupt("a claim is not there after it was written", path=where)
-            others = [name for name in claims if name != ours.name]
+            others = {name for name in epochs_above(self.store, epoch_next - 1) if name != ours.name}
             higher = [name for name in others if epoch_of(name) > epoch_next]
             if higher:
                 raise self._fenced(
                     f"somebody has claimed a higher epoch than {epoch_next} meanwhile", higher[0]
                 )
             if not others:
-                parent = self._require_past(catalogue, follows)
-                if _hash_of(parent) == ours.parent_manifest:
-                    if parent is None:
+                # Whoever had this log before may have published one more meanwhile: a claim names what it
+                # follows. And nothing may come between what is seen here and the state that says so.
+                before = self._require_past(catalogue, follows)
+                if _hash_of(before) == ours.parent_manifest and self._append_claim(ours, before):
+                    self._claimed = ours.name
+                    if before is None:
                         return Claim(epoch_next, NO_HASH, NO_HASH, 0)
-                    return Claim(epoch_next, self._last_hash(catalogue, parent), parent.hash, parent.hwm)
-                # Whoever had this log before has published one more meanwhile: a claim names what it follows.
-                before = parent
+                    return Claim(epoch_next, self._last_hash(catalogue, before), before.hash, before.hwm)
             epoch_next += 1
         raise Busy("too many others claim to write at the same time", path=self.store.uri, hint="open again")
+
+    def newest_epoch(self) -> int:
+        """The highest that was claimed, 0 for none."""
+        state = self.states.newest()
+        return max(listed_epoch(self.store), 0 if state is None else state.epoch)
+
+    def _append_claim(self, claim: EpochClaim, parent: Manifest | None) -> bool:
+        """Have the next state name a claim. False where another one has come first."""
+        before = self.states.seen
+        if before is not None:
+            self._require_ours(before, claim.epoch)
+            if before.epoch == claim.epoch:
+                return False
+        return self.states.append(
+            self.cluster_id, claim.epoch, claim.name, "" if parent is None else parent.name
+        )
 
     def _last_hash(self, catalogue: Catalogue, parent: Manifest) -> bytes:
         """Of the last segment of a manifest. A restored log may not have recorded that."""
@@ -316,12 +422,12 @@ def open_archive(
     except NotFound:
         raise NotFound("there is no archive here", path=store.uri, hint="check bucket and prefix") from None
     try:
-        found = decode_cluster(data).cluster_id
+        found = decode_cluster(data)
     except LowwaterError as error:
         error.path = at(store.uri, CLUSTER)
         raise
-    if cluster_id is not None and found != cluster_id:
+    if cluster_id is not None and found.cluster_id != cluster_id:
         raise OtherCluster(
-            f"the archive is of the cluster {found.hex()}, not {cluster_id.hex()}", path=store.uri
+            f"the archive is of the cluster {found.cluster_id.hex()}, not {cluster_id.hex()}", path=store.uri
         )
-    return Archive(store, found)
+    return Archive(store, found.cluster_id, found.parent)

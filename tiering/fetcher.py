@@ -22,9 +22,12 @@ from blake3 import blake3
 from lowwater.engine.seams import Clock, Runner, Task
 from lowwater.engine.tickets import again
 from lowwater.errors import Corrupt, DataError, LowwaterError, NewerVersion, NotFound
+from lowwater.logging import get_logger
 from lowwater.metrics import ColdMetrics
 from lowwater.tiering.block_cache import OBJECT_BYTES, UNIT_BYTES, BlockCache, UnitKey
 from lowwater.tiering.store import Store, at, read_small
+
+_logger = get_logger("cold")
 
 FETCH_UNITS = 16
 FETCH_BYTES = FETCH_UNITS * UNIT_BYTES
@@ -137,9 +140,10 @@ class Fetcher:
 
     def read_whole(self, name: str, size: int) -> bytes:
         """An object of which all is wanted, and which is not kept here."""
+        began_s = self._clock.monotonic()
         with self._named(name):
             data = read_small(self._store, name, size)
-        self.metrics.fetched(len(data), is_range=False)
+        self._fetched(name, 0, len(data), began_s, is_range=False)
         if len(data) != size:
             raise Corrupt(
                 f"the object has {len(data):,} bytes instead of {size:,}", path=self.where(name), hint=HINT
@@ -310,9 +314,10 @@ class Fetcher:
         return found
 
     def _request(self, name: str, size: int, start: int, end: int) -> bytes:
+        began_s = self._clock.monotonic()
         with self._named(name):
             data = self._store.read(name, start, end)
-        self.metrics.fetched(len(data), is_range=end - start < size)
+        self._fetched(name, start, len(data), began_s, is_range=end - start < size)
         if len(data) != end - start:
             raise Corrupt(
                 "the object ends before a part that it has to have",
@@ -321,6 +326,13 @@ class Fetcher:
                 hint=HINT,
             )
         return data
+
+    def _fetched(self, name: str, start: int, size: int, began_s: float, *, is_range: bool) -> None:
+        self.metrics.fetched(size, is_range=is_range)
+        duration_s = self._clock.monotonic() - began_s
+        _logger.debug(
+            "fetched", object=self.where(name), offset=start, bytes=size, duration_s=round(duration_s, 3)
+        )
 
     @contextmanager
     def _named(self, name: str) -> Generator[None, None, None]:

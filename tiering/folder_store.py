@@ -31,7 +31,7 @@ from lowwater.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from lowwater.tiering.store import Found, Handle, Part, at, counted, missing
+from lowwater.tiering.store import Found, Handle, Part, at, counted, missing, pass_through
 
 TEMPORARY = ".tmp"
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
@@ -100,6 +100,12 @@ class FolderStore(Handle):
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         self._check_open()
         return self._list("", prefix, start_after)
+
+    def copy(self, source: str, target: str) -> bool:
+        """Its bytes, and not another link to them: what spoils one must not spoil the other."""
+        self._check(source)
+        self._check(target, writing=True)
+        return pass_through(self, source, self, target)
 
     def delete(self, name: str) -> None:
         self._check(name, writing=True)

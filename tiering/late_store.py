@@ -49,6 +49,9 @@ class LateStore:
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         return self._opened().list(prefix, start_after)
 
+    def copy(self, source: str, target: str) -> bool:
+        return self._opened().copy(source, target)
+
     def delete(self, name: str) -> None:
         self._opened().delete(name)
 

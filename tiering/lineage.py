@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lowwater.errors import Closed, Corrupt, LowwaterError, NotFound, OtherCluster
 from lowwater.tiering.archive import open_archive
-from lowwater.tiering.names import CLUSTER, MANIFESTS
+from lowwater.tiering.names import CLUSTER, MANIFESTS, STATES
 from lowwater.tiering.objects import Parent, decode_cluster
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.store import Found, Part, Store, read_small
+from lowwater.tiering.store import Found, Part, Store, pass_through, read_small
 from lowwater.tiering.store_uri import parse_uri
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ class Lineage:
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         return self._store.list(prefix, start_after)
 
+    def copy(self, source: str, target: str) -> bool:
+        """The copy is the clone's own, wherever the object lies."""
+        try:
+            return self._store.copy(source, target)
+        except NotFound:
+            return pass_through(self, source, self._store, target)
+
     def delete(self, name: str) -> None:
         self._store.delete(name)
 
@@ -83,7 +90,7 @@ class Lineage:
             return call(self._store)
         except NotFound:
             # Whose an archive is, and what counts in it, only itself says.
-            if name == CLUSTER or name.startswith(MANIFESTS):
+            if name == CLUSTER or name.startswith((MANIFESTS, STATES)):
                 raise
             above = self._opened()
             if above is None:

@@ -57,6 +57,9 @@ class MeasuredStore:
             yield first
             yield from found
 
+    def copy(self, source: str, target: str) -> bool:
+        return self._call(lambda: self._store.copy(source, target))
+
     def delete(self, name: str) -> None:
         self._call(lambda: self._store.delete(name))
 

@@ -63,6 +63,10 @@ class MemoryStore(Handle):
         self._check_open()
         return self._list(prefix, start_after)
 
+    def copy(self, source: str, target: str) -> bool:
+        self._check(target, writing=True)
+        return self.objects.add(target, self._get(source))
+
     def delete(self, name: str) -> None:
         self._check(name, writing=True)
         self.objects.remove(name)

@@ -2,14 +2,15 @@
 
     cluster.cbor                                            whose archive this is
     epochs/<n>-<hash>.cbor                                  a claim to write
+    states/<n>.cbor                                         who may write, and which manifest counts
     wal/<epoch>/segment-<first>-<last>-<hash>.log           a sealed segment, raw or compressed
     manifest/<epoch>/<seq>-<hash>.cbor                      the catalogue as of an entry: a head over chunks
     manifest/chunks/<hash>.cbor                             part of the catalogue
     checkpoints/checkpoint-<seq>-<hash>.ckpt                the index of a checkpoint
     data/packs/<hash>.pack                                  blocks of checkpoints
 
-Always true: a name is a function of what the object holds, so it never stands for anything else; epochs have
-10 digits and seqs 20, so names sort as they were written.
+Always true: a name is a function of what the object holds, but for the one cluster and the numbered states:
+it never stands for anything else; epochs have 10 digits and seqs 20, so names sort as they were written.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lowwater.tiering.store import Store
 
 CLUSTER = "cluster.cbor"
 EPOCHS = "epochs/"
+STATES = "states/"
 WAL = "wal/"
 MANIFESTS = "manifest/"
 CHUNKS = "manifest/chunks/"
@@ -38,7 +40,7 @@ _AFTER_ALL = "~"
 # What a store lists in one request, more or less.
 LISTED_AT_ONCE = 1000
 
-Type = Literal["cluster", "epoch", "segment", "manifest", "chunk", "checkpoint", "pack"]
+Type = Literal["cluster", "epoch", "state", "segment", "manifest", "chunk", "checkpoint", "pack"]
 
 
 class ObjectName(NamedTuple):
@@ -48,7 +50,7 @@ class ObjectName(NamedTuple):
     hash: str = ""
     epoch: int = 0
     seq: int = 0
-    """Of an entry, a checkpoint, or the first one of a segment."""
+    """Of an entry, a checkpoint, or the first one of a segment; of a state its number."""
     seq_last: int = 0
 
 
@@ -63,6 +65,10 @@ def epoch_name(epoch: int, content_hash: bytes) -> str:
 def epoch_prefix(epoch: int) -> str:
     require_epoch(epoch)
     return f"{EPOCHS}{epoch:010}-"
+
+
+def state_name(number: int) -> str:
+    return f"{STATES}{number:020}.cbor"
 
 
 def segment_name(segment: SegmentDescriptor) -> str:
@@ -106,6 +112,7 @@ def require_epoch(epoch: int) -> None:
 
 _NAMES: tuple[tuple[Type, re.Pattern[str]], ...] = (
     ("epoch", re.compile(r"epochs/(?P<epoch>\d{10})-(?P<hash>[0-9a-f]{16})\.cbor")),
+    ("state", re.compile(r"states/(?P<seq>\d{20})\.cbor")),
     (
         "segment",
         re.compile(
@@ -131,7 +138,7 @@ def parse(name: str) -> ObjectName | None:
             fields = match.groupdict()
             return ObjectName(
                 kind,
-                fields["hash"],
+                fields.get("hash", ""),
                 int(fields.get("epoch", 0)),
                 int(fields.get("seq", 0)),
                 int(fields.get("seq_last", 0)),
@@ -139,11 +146,22 @@ def parse(name: str) -> ObjectName | None:
     return None
 
 
-# ---------------------------------------------------------------------------- the highest of many
+def place_of(name: str) -> tuple[int, int]:
+    """The epoch and the entry of a manifest, by which one is newer than another; zeros for no name."""
+    found = parse(name)
+    return (0, 0) if found is None else (found.epoch, found.seq)
 
 
-def newest_epoch(store: Store) -> int:
-    """The highest that was claimed, 0 for none. Few requests, however many there are."""
+# ---------------------------------------------------------------------------- the highest in lists
+
+
+def listed_state(store: Store) -> int:
+    """The highest number of a state that lists show, 0 for none."""
+    return _highest(store, STATES, lambda number: f"{STATES}{number:020}{_AFTER_ALL}", "state", "seq")
+
+
+def listed_epoch(store: Store) -> int:
+    """The highest that lists show, 0 for none. Few requests, however many there are."""
     return _highest(store, EPOCHS, lambda epoch: f"{EPOCHS}{epoch:010}-{_AFTER_ALL}", "epoch", "epoch")
 
 
@@ -155,8 +173,8 @@ def epochs_above(store: Store, epoch: int) -> Iterator[str]:
             yield found.name
 
 
-def newest_manifests(store: Store) -> list[str]:
-    """The manifests of the newest entry in the newest epoch that has any: one, where all is well."""
+def listed_manifests(store: Store) -> list[str]:
+    """Of the newest entry in the newest epoch that lists have any of: one, where all is well."""
     epoch = _highest(
         store, MANIFESTS, lambda each: f"{MANIFESTS}{each:010}/{_AFTER_ALL}", "manifest", "epoch"
     )
@@ -164,8 +182,8 @@ def newest_manifests(store: Store) -> list[str]:
         return []
     prefix = manifest_prefix(epoch)
     seq = _highest(store, prefix, lambda each: f"{prefix}{each:020}-{_AFTER_ALL}", "manifest", "seq")
-    found = [each.name for each in store.list(f"{prefix}{seq:020}-")]
-    return [name for name in found if parse(name) is not None]
+    found = {each.name for each in store.list(f"{prefix}{seq:020}-")}
+    return sorted(name for name in found if parse(name) is not None)
 
 
 def _highest(store: Store, prefix: str, after: Callable[[int], str], kind: Type, field: str) -> int:

@@ -1,9 +1,10 @@
-"""The small objects of an archive: whose it is, who claims to write, and the catalogue as of an entry.
+"""The small objects of an archive: whose it is, who claims to write, what counts, and the catalogue as of an
+entry.
 
 Always true:
   - each is canonical CBOR, a map whose `lowwater` says what it is, and whose `version` is checked before
     anything else is looked at: what is not known is newer, never corrupt;
-  - each is known by a hash: that in its name, or in `cluster.cbor`, whose name is always the same, its own;
+  - each is known by a hash: that in its name, or its own, where the name has none;
   - a manifest is a function of the log: whoever publishes it writes the same bytes under the same name.
 
 `docs/ARCHIVE.md` has the tables for people; a test ties the two. This module knows nothing of stores.
@@ -21,7 +22,7 @@ from lowwater.engine.blocks import hash_of
 from lowwater.engine.catalogue import Catalogue, ListHead
 from lowwater.engine.chain import CLUSTER_ID_BYTES
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
-from lowwater.tiering.names import HASH_DIGITS, epoch_name, manifest_name
+from lowwater.tiering.names import HASH_DIGITS, Type, epoch_name, manifest_name, parse, place_of
 
 VERSION = 1
 NONCE_BYTES = 16
@@ -31,6 +32,7 @@ FIELDS = {
     "epoch": (
         "lowwater", "version", "cluster_id", "epoch", "parent_epoch", "parent_manifest", "nonce", "owner",
     ),
+    "state": ("lowwater", "version", "cluster_id", "number", "epoch", "claim", "manifest", "hash"),
     "manifest": (
         "lowwater", "version", "cluster_id", "epoch", "seq", "hwm", "segments", "checkpoints", "forks",
     ),
@@ -47,6 +49,12 @@ def _encode(what: str, body: dict[str, Any]) -> bytes:
     assert _has_fields(what, body)
     data: bytes = cbor2.dumps(body, canonical=True)
     return data
+
+
+def _encode_hashed(what: str, body: dict[str, Any]) -> bytes:
+    """With the hash of all other fields."""
+    hashed = {"lowwater": what, "version": VERSION, **body}
+    return _encode(what, {**body, "hash": hash_of(cbor2.dumps(hashed, canonical=True))})
 
 
 def _has_fields(what: str, body: dict[str, Any]) -> bool:
@@ -106,8 +114,7 @@ def encode_cluster(cluster_id: bytes, parent: Parent | None = None) -> bytes:
     body: dict[str, Any] = {"cluster_id": cluster_id}
     if parent is not None:
         body["parent"] = {**parent._asdict(), "options": dict(parent.options)}
-    hashed = {"lowwater": "archive", "version": VERSION, **body}
-    return _encode("archive", {**body, "hash": hash_of(cbor2.dumps(hashed, canonical=True))})
+    return _encode_hashed("archive", body)
 
 
 def decode_cluster(data: bytes) -> Cluster:
@@ -169,6 +176,50 @@ def decode_epoch(data: bytes) -> EpochClaim:
         _bytes(body, "nonce", NONCE_BYTES),
         owner,
     )
+
+
+# ---------------------------------------------------------------------------- states
+
+
+class State(NamedTuple):
+    """What an archive has come to: the highest epoch that was claimed, the name of its claim, and that of the
+    newest manifest that counts; empty where there is none."""
+
+    cluster_id: bytes
+    number: int
+    epoch: int
+    claim: str
+    manifest: str
+
+    def encode(self) -> bytes:
+        return _encode_hashed("state", self._asdict())
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Of the manifest: its epoch and its entry."""
+        return place_of(self.manifest)
+
+
+def decode_state(data: bytes) -> State:
+    body = _decode("state", data)
+    state = State(
+        _bytes(body, "cluster_id", CLUSTER_ID_BYTES),
+        _number(body, "number", 1),
+        _number(body, "epoch", 1),
+        _name(body, "claim", "epoch"),
+        _name(body, "manifest", "manifest"),
+    )
+    if state.encode() != data:
+        raise Corrupt("the hash of this state does not match", hint=HINT)
+    return state
+
+
+def _name(body: dict[str, Any], field: str, kind: Type) -> str:
+    value = body[field]
+    found = parse(value) if type(value) is str else None
+    if value != "" and (found is None or found.type != kind):
+        raise Corrupt(f"{field} names no {kind}", hint=HINT)
+    return str(value)
 
 
 # ---------------------------------------------------------------------------- manifests

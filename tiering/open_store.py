@@ -14,6 +14,7 @@ from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
+from lowwater.tiering.whole_reads import WholeReads
 
 if TYPE_CHECKING:
     from lowwater.config import TierConfig
@@ -74,4 +75,7 @@ def open_store(
                     parts_at_once=config.parts_at_once,
                     upload_age_max_s=config.upload_age_max_s,
                 )
-            return OpenDalStore(place, read_only=read_only, limits=limits, randomness=randomness, sleep=sleep)
+            store = OpenDalStore(
+                place, read_only=read_only, limits=limits, randomness=randomness, sleep=sleep
+            )
+            return WholeReads(store) if config is not None and not config.ranged_reads else store

@@ -4,6 +4,8 @@ Always true:
   - every exception of OpenDAL becomes one of ours (`opendal_errors.py`), every call has a time-out;
   - what the server cannot do was found out by trying, when the store was opened: where it does not refuse to
     write over an object, this side looks first;
+  - a forked child of a process that has used OpenDAL is refused: none of the threads that would do what it
+    asks for came with it, and it would wait for ever;
   - a multipart upload is completed only when all its bytes came, and as many as were announced.
 
 OpenDAL's Python files cannot abort an upload: closing one completes it, dropping one leaves its parts with
@@ -14,6 +16,7 @@ that client can do what OpenDAL would; elsewhere the server's own rules remove w
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,15 +33,25 @@ from opendal.types import Entry
 from lowwater.config import MIB
 from lowwater.engine.real import RealClock, RealRandomness, sleep
 from lowwater.engine.seams import Randomness
-from lowwater.errors import NotFound, StoreDenied, StoreUnavailable, UploadGone
+from lowwater.errors import (
+    Closed,
+    InvalidConfig,
+    NotFound,
+    StoreCorrupt,
+    StoreDenied,
+    StoreUnavailable,
+    UploadGone,
+)
 from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, is_taken, translated
 from lowwater.tiering.retries import Retries
 from lowwater.tiering.s3_client import NotTrusted, usable_client
 from lowwater.tiering.s3_uploads import S3Uploads
-from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
+from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted, pass_through
 from lowwater.tiering.store_uri import CONTAINERS, StorePlace
 
 LIST_PAGE = 1000
+# A copy of more may take a server longer than a call may.
+COPY_BYTES_MAX = 256 * MIB
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -56,6 +69,18 @@ class StoreLimits:
     upload_age_max_s: float = 86_400.0
 
 
+class _Process:
+    has_used = False
+    is_forked = False
+
+
+def _forbid_in_child() -> None:
+    _Process.is_forked = _Process.has_used
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
+
+
 class OpenDalStore(Handle):
     def __init__(
         self,
@@ -67,6 +92,8 @@ class OpenDalStore(Handle):
         sleep: Callable[[float], None] = sleep,
     ) -> None:
         super().__init__(place.uri, read_only=read_only)
+        self._check_open()
+        _Process.has_used = True
         self._limits = limits = limits or StoreLimits()
         self._secrets = tuple(value for name, value in place.options.items() if _is_secret(name) and value)
         self.retries = Retries(
@@ -88,6 +115,7 @@ class OpenDalStore(Handle):
             layers.RetryLayer(max_times=limits.attempts_max - 1, jitter=True, min_delay=0.1, max_delay=5.0)
         )
         self._start_after = operator.capability().list_with_start_after
+        self._copies = operator.capability().copy
         self._uploads = self._uploads_of(place, container, prefix) if place.kind == "s3" else None
         self.refuses_to_overwrite = False
         """Whether the server itself keeps a name that is taken."""
@@ -110,6 +138,14 @@ class OpenDalStore(Handle):
     def calls_repeated(self) -> int:
         """How many requests were made again. Of those below a stream nobody knows."""
         return self.retries.repeated
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if _Process.is_forked:
+            raise Closed(
+                f"{self.uri}: this process was forked from one that has used object stores",
+                hint="let multiprocessing start it with 'spawn' or 'forkserver'",
+            )
 
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         self._check(name, writing=True)
@@ -139,6 +175,35 @@ class OpenDalStore(Handle):
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         self._check_open()
         return self._list(prefix, start_after)
+
+    def copy(self, source: str, target: str) -> bool:
+        self._check(source)
+        self._check(target, writing=True)
+        size = self.stat(source).size
+        if self._is_there(target):
+            return False
+        if self._copies and size <= COPY_BYTES_MAX:
+            try:
+                self.retries.run(lambda: self._call(source, lambda: self._operator.copy(source, target)))
+            except InvalidConfig:
+                self._copies = False  # it says that it does, and does not
+            else:
+                return self._has_copied(target, size)
+        return pass_through(self, source, self, target, part_bytes=self._limits.part_bytes)
+
+    def _has_copied(self, target: str, size: int) -> bool:
+        """Servers announce the end of a copy as a success before it is one."""
+        try:
+            found = self.stat(target).size
+        except NotFound:
+            found = None
+        if found != size:
+            what = "has it not" if found is None else f"has one of {found:,} bytes"
+            raise StoreCorrupt(
+                f"the store said that it copied an object of {size:,} bytes, and {what}",
+                path=at(self.uri, target),
+            )
+        return True
 
     def delete(self, name: str) -> None:
         self._check(name, writing=True)

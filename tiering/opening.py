@@ -2,9 +2,10 @@
 
 Always true:
   - without a tier nothing here is in the way, and no store is imported;
-  - a database that has shipped before opens whether or not its store answers: what was shipped is in its
-    log, and `shipping()` tells what is wrong with the store. One that has never shipped is refused with what
-    is wrong, unless the store is merely down. A folder that is not there is a store that is down;
+  - a database that is there opens whether or not its store answers: what was shipped is in its log, and
+    `shipping()` tells what is wrong with the store. One that has never shipped is refused with what is wrong,
+    unless the store is merely down. A folder that is not there is a store that is down;
+  - a database is made where its stores have answered, and none has a history (`beginning.py`);
   - a folder is made for an archive that begins, and never where one was before: an empty one in the place of
     what is not mounted would be taken for it;
   - what reads from the store is in place before the first entry is applied again.
@@ -16,27 +17,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import engine as fed
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
-from lowwater.engine.check import require_log
+from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
+from lowwater.engine.check import no_log, require_log
 from lowwater.engine.core import Core, EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.directory import LOG_DIRECTORY
+from lowwater.engine.entries import Writable
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import Settings, configured, open_embedded, open_with
+from lowwater.engine.opening import Settings, configured, open_embedded, open_with, require_log_of_pages
 from lowwater.engine.orchestrator import Orchestrator
+from lowwater.engine.origin import require_restored
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.real import RealFiles
+from lowwater.engine.real import RealFiles, RealRandomness
+from lowwater.engine.recover import has_begun
 from lowwater.engine.replay import Progress
 from lowwater.engine.space import kept_free_bytes
 from lowwater.engine.tier import ShippingStatus
-from lowwater.errors import InputError, InvalidConfig, NotFound, StoreMissing, StoreUnavailable
+from lowwater.errors import InputError, StoreMissing, StoreUnavailable
 from lowwater.metrics import ColdMetrics, StoreMetrics, TierMetrics
+from lowwater.tiering.beginning import Place, begin_archive, may_be_made, places_of, require_no_history
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.cold import ColdLog
@@ -51,7 +57,6 @@ from lowwater.tiering.remote_checkpoint import read_objects
 from lowwater.tiering.retention import Retention, RetentionOptions
 from lowwater.tiering.shipper import Shipper, ShippingOptions
 from lowwater.tiering.store import Store
-from lowwater.tiering.store_uri import parse_uri
 
 if TYPE_CHECKING:
     from lowwater.config import Config, TierConfig
@@ -135,14 +140,18 @@ class TierParts:
     def cold(self, catalogue: Catalogue) -> ColdLog:
         return ColdLog(self.fetcher, catalogue, segment_name)
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.bytes
+
     def older_versions(self, log: Log, catalogue: Catalogue) -> ColdVersions:
         cold = log.cold_source
         assert isinstance(cold, ColdLog), "what is attached was opened with the same store"
         return ColdVersions(self.fetcher, cold, catalogue, log=log)
 
-    def attach(self, core: Core) -> None:
+    def attach(self, core: Core, *, is_begun: bool = False) -> None:
         """To an engine that has just been opened; begin in the background. Raises what makes this store none
-        that this engine could ever ship to."""
+        that this engine could ever ship to, unless its archive was begun a moment ago."""
         if isinstance(self._first, LateStore) and core.catalogue.hwm <= self.own_after:
             self._first.makes = True  # nothing of this log is in any archive: one may begin
         self._registry = registry = core.registry
@@ -160,7 +169,7 @@ class TierParts:
             make_room=self.retention.wake,
         )
         core.attach_tier(self)
-        self.shipper.look()
+        self.shipper.look(refuses=not is_begun)
         self.shipper.start()
         self.retention.start()
 
@@ -179,6 +188,10 @@ class TierParts:
 
     def read_checkpoint(self, checkpoint: CheckpointDescriptor) -> tuple[bytes, Callable[[bytes], bytes]]:
         return read_objects(self._read_from, checkpoint)
+
+    def require_shipped(self, segments: Sequence[SegmentDescriptor]) -> None:
+        assert self.shipper is not None
+        self.shipper.require_shipped(segments)
 
     def checkpoints_needed(self) -> list[int]:
         assert self.shipper is not None
@@ -233,21 +246,48 @@ def open_directory(
 
     loaded = Config.load(config)
     settings = configured(directory, loaded)
-    stores = open_stores(tier, loaded.tier, is_new=_is_new(settings))
+    files, log_directory = RealFiles(), log_directory_in(settings)
+    require_restored(files, settings.path)
+    is_new = not has_begun(files, log_directory)
+    cluster_id = None
+    if is_new:
+        cluster_id = require_no_history(settings.path, tier, loaded.tier)
+        require_log_of_pages(files, settings.path, log_directory)
+        if not create:
+            raise no_log(log_directory)
+    stores = open_stores(tier, loaded.tier, is_new=is_new)
     if not stores:
         return open_embedded(directory, config=loaded, create=create, registry=registry, progress=progress)
-    return open_tiered(
-        settings.path,
-        stores,
-        TierOptions.from_config(loaded),
-        log_options=settings.log_options,
-        options=with_checkpoints(settings.options, loaded),
-        log_directory=settings.log_directory,
-        create=create,
-        registry=registry,
-        progress=progress,
-        open_parent=opener_of(tier, loaded.tier),
-    )
+    log_options = sealing(settings.log_options)
+    first: bool | Writable = create
+    if is_new:
+        try:
+            first = begin_archive(stores, cluster_id, log_options, RealRandomness())
+        except BaseException:
+            for each in stores:
+                each.close()
+            raise
+    was_there = os.path.exists(settings.path)
+    try:
+        return open_tiered(
+            settings.path,
+            stores,
+            TierOptions.from_config(loaded),
+            log_options=log_options,
+            options=with_checkpoints(settings.options, loaded),
+            log_directory=settings.log_directory,
+            create=first,
+            registry=registry,
+            progress=progress,
+            open_parent=opener_of(tier, loaded.tier),
+        )
+    except BaseException:
+        if is_new:
+            # The place of the cache comes first; where nothing came after it, nothing stays.
+            for empty in (f"{settings.path}/{CACHE_DIRECTORY}", *([] if was_there else [settings.path])):
+                with suppress(OSError):
+                    os.rmdir(empty)
+        raise
 
 
 def opener_of(tier: str | None, config: TierConfig) -> OpenParent:
@@ -266,7 +306,7 @@ def open_tiered(
     seams: Seams | None = None,
     store: PageStore | None = None,
     log_directory: str | None = None,
-    create: bool = True,
+    create: bool | Writable = True,
     registry: CollectorRegistry | None = None,
     progress: Progress | None = None,
     open_parent: OpenParent | None = None,
@@ -301,7 +341,7 @@ def open_tiered(
     except BaseException:
         parts.close()
         raise
-    _attach(parts, database)
+    _attach(parts, database, is_begun=not isinstance(create, bool))
     return database
 
 
@@ -330,9 +370,11 @@ class Engine(fed.Engine):
         from lowwater.config import Config
 
         loaded = Config.load(config)
+        settings = configured(data, loaded)
         stores: Sequence[Store]
         if tier is None or isinstance(tier, str):
-            stores = open_stores(tier, loaded.tier, is_new=_is_new(configured(data, loaded)))
+            is_new = not has_begun(RealFiles(), log_directory_in(settings))
+            stores = open_stores(tier, loaded.tier, is_new=is_new)
         else:
             stores = tier
         parts = None
@@ -343,7 +385,6 @@ class Engine(fed.Engine):
                     hint="give an orchestrator, or leave the tier out",
                 )
             seams = seams or _real_seams()
-            settings = configured(data, loaded)
             parts = TierParts(
                 settings.path,
                 stores,
@@ -352,7 +393,7 @@ class Engine(fed.Engine):
                 disk_reserve_bytes=(options or settings.options).disk_reserve_bytes,
             )
             log_options = sealing(log_options or LogOptions.from_config(loaded.wal))
-            options = options or with_checkpoints(configured(data, loaded).options, loaded)
+            options = options or with_checkpoints(settings.options, loaded)
         try:
             super().__init__(
                 data,
@@ -376,9 +417,9 @@ class Engine(fed.Engine):
             _attach(parts, self)
 
 
-def _attach(parts: TierParts, core: Core) -> None:
+def _attach(parts: TierParts, core: Core, *, is_begun: bool = False) -> None:
     try:
-        parts.attach(core)
+        parts.attach(core, is_begun=is_begun)
     except BaseException:
         core.close()
         raise
@@ -396,13 +437,8 @@ def sealing(options: LogOptions | None) -> LogOptions:
     )
 
 
-def _is_new(settings: Settings) -> bool:
-    """Whether there is no log yet."""
-    try:
-        require_log(RealFiles(), settings.log_directory or f"{settings.path}/{LOG_DIRECTORY}")
-    except NotFound:
-        return True
-    return False
+def log_directory_in(settings: Settings) -> str:
+    return settings.log_directory or f"{settings.path}/{LOG_DIRECTORY}"
 
 
 def with_checkpoints(options: EngineOptions, config: Config) -> EngineOptions:
@@ -416,34 +452,26 @@ def with_checkpoints(options: EngineOptions, config: Config) -> EngineOptions:
 def open_stores(tier: str | None, config: TierConfig, *, is_new: bool = False) -> list[Store]:
     """The store of a URI, or of the configuration, and its regions. None of them where nothing is shipped.
     `is_new` says that the database is still to be made."""
-    if tier is not None and (not isinstance(tier, str) or not tier):
-        raise InvalidConfig(f"the tier is {tier!r:.80}", hint="give a URI, as s3://bucket/prefix")
-    uri = tier or config.store_uri()
-    if uri is None:
-        return []
-    is_configured = tier is None or tier == config.store_uri()
-    options = dict(config.options) if is_configured else {}
     # Of what was shipped there has to be an archive: where its folder is missing, it is not mounted.
-    stores = [_late(uri, None if is_configured else uri, config, options, is_new=is_new, makes=False)]
-    stores += [_late(each, each, config, {}, is_new=is_new, makes=True) for each in config.regions]
-    return stores
+    return [
+        _late(each, config, is_new=is_new, makes=number > 0)
+        for number, each in enumerate(places_of(tier, config))
+    ]
 
 
-def _late(
-    uri: str, named: str | None, config: TierConfig, options: dict[str, str], *, is_new: bool, makes: bool
-) -> Store:
-    """What is wrong with the URI is told now, and what is wrong with a server, or a folder, when it is asked.
-    `named` is the URI where it is not that of the configuration."""
-    place = parse_uri(uri, options)
+def _late(where: Place, config: TierConfig, *, is_new: bool, makes: bool) -> Store:
+    """What is wrong with the URI is told before, and what is wrong with a server, or a folder, when it is
+    asked."""
+    place, named = where
     is_folder = place.kind in ("file", "shared_fs")
-    if place.kind == "memory" or (is_folder and is_new):
+    if place.kind == "memory":
         return open_store(named, config=config)
+    if is_folder and is_new:
+        return open_store(named, config=config, make=may_be_made(place))
 
     def open_it(makes: bool) -> Store:
-        # What lies below a file system that is not mounted is not made here.
-        has_parent = is_folder and os.path.isdir(os.path.dirname(place.path))
         try:
-            return open_store(named, config=config, make=makes and has_parent)
+            return open_store(named, config=config, make=makes and may_be_made(place))
         except StoreMissing as error:
             if not is_folder:
                 raise

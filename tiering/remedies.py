@@ -16,6 +16,7 @@ _LOCAL = "copy it from the data directory of a node that still has it"
 HINTS: dict[Type, str] = {
     "cluster": "the next database that ships here writes it again",
     "epoch": f"{_COPY}; until then open no second database on this archive",
+    "state": "nothing to do: the one before it and lists tell the same, and the next one says it again",
     "segment": f"{_LOCAL}, `wal/segment-….log` of the same seqs, to this name; or {_COPY}",
     "manifest": _COPY,
     "chunk": _COPY,

@@ -70,12 +70,20 @@ class Retention:
         before = core.complete_segments()
         if not seq or not before or before[0].seq_last > seq:
             return core.marks().purged
+        began_s = core.seams.clock.monotonic()
         purged = core.purge(seq)
         gone = [each for each in before if each.seq_last <= purged]
         if gone:
             size = sum(each.body_bytes for each in gone)
             self._metrics.purged(len(gone), size)
-            _logger.info("purged", path=core.directory, segments=len(gone), bytes=size, seq_last=purged)
+            _logger.info(
+                "purged",
+                path=core.directory,
+                segments=len(gone),
+                seq_last=purged,
+                bytes=size,
+                duration_s=round(core.seams.clock.monotonic() - began_s, 3),
+            )
         return purged
 
     def _due_seq(self) -> int:

@@ -66,8 +66,11 @@ class S3Uploads:
         parts raises."""
         upload = self._retries.run(lambda: self._begin(name))
         try:
-            etags = self._send(name, upload, parts)
-            is_made = self._retries.run(lambda: self._complete(name, upload, etags, keeps))
+            try:
+                etags = self._send(name, upload, parts)
+                is_made = self._retries.run(lambda: self._complete(name, upload, etags, keeps))
+            except NotTrusted as error:  # the parts are gone: nobody else can send them from here
+                raise self._client.unavailable(error, name) from None
         except StoreUnavailable:
             # A server that knows the upload no more may hang up before it has heard a part to its end.
             if self._abort(name, upload):
@@ -132,7 +135,7 @@ class S3Uploads:
             self._client.request("DELETE", name, {"uploadId": upload})
         except UploadGone:
             return False
-        except LowwaterError:
+        except (LowwaterError, NotTrusted):
             pass
         return True
 
@@ -154,11 +157,11 @@ class S3Uploads:
             self._sweeping.release()
 
     def _sweep(self) -> None:
-        # In a bucket without a prefix lies what has nothing to do with us.
+        # Below the prefix may lie what has nothing to do with us, other archives too.
         old = [
             each
             for each in self._pending("")
-            if each.is_old and (self._client.prefix or each.name == PROBE or parse(each.name) is not None)
+            if each.is_old and (each.name == PROBE or parse(each.name) is not None)
         ]
         if not old:
             return

@@ -28,13 +28,14 @@ from lowwater.tiering.names import (
     ObjectName,
     Type,
     checkpoint_name,
-    newest_manifests,
+    listed_manifests,
     pack_object_name,
     parse,
     segment_name,
     short,
+    state_name,
 )
-from lowwater.tiering.objects import Manifest, Parent, decode_cluster, decode_epoch, decode_manifest
+from lowwater.tiering.objects import Manifest, Parent, State, decode_cluster, decode_epoch, decode_manifest
 from lowwater.tiering.reached import WRONG, Line, catalogue_objects, follows, read_line
 from lowwater.tiering.remedies import HINTS
 from lowwater.tiering.scrub_checkpoints import Looked, add_up
@@ -48,17 +49,23 @@ from lowwater.tiering.scrub_objects import (
     Wanted,
     WantedCheckpoint,
     WantedSegment,
+    WantedState,
     finding_of,
     lists_of,
     look_with_threads,
     read_verified,
     require_listed,
 )
+from lowwater.tiering.states import States, newest_manifests
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.watched_store import WatchedStore
 
 AT_ONCE = 16
 AT_ONCE_DEEP = 4
+# Of the states, so many of the last are read where not all are.
+STATES_READ = 100
+# What belongs to seqs. The rest of an archive says what there is.
+OF_RANGE = ("segment", "manifest", "checkpoint", "pack")
 
 
 class Scrub:
@@ -79,18 +86,23 @@ class Scrub:
         store; NotFound where there is nothing of an archive."""
         self.deep = deep
         self._store = WatchedStore(store)
-        self._seqs = seqs
+        self.seqs = seqs
         self._look = look or look_with_threads(at_once or (AT_ONCE_DEEP if deep else AT_ONCE))
         # Before the list: what this manifest reaches was there before it, and so is in the list.
-        newest = [parse(name) for name in newest_manifests(store)]
-        self._newest = max(((each.epoch, each.seq) for each in newest if each), default=(0, 0))
-        self._newest_count = len(newest)
+        self._states = States(store)
+        self._newest_names = self._find_newest()
+        newest = [parse(name) for name in self._newest_names]
+        self._newest = max((_place(each) for each in newest if each), default=(0, 0))
         self._sizes = {found.name: found.size for found in store.list()}
-        if not any(parse(name) is not None for name in self._sizes):
+        # Which are there, and the store's list has not shown them.
+        self._unlisted: set[str] = set()
+        if self._size_of(CLUSTER) is None and not any(parse(name) is not None for name in self._sizes):
             raise NotFound("there is no archive here", path=store.uri, hint="check bucket and prefix")
         self.cluster_id: bytes | None = None
         self.manifest: Manifest | None = None
         self._lines: list[Line] = []
+        # Epochs whose claims are named by states.
+        self._claimed: set[int] = set()
         self._epoch_first = 1
         self._parent: Parent | None = None
         # Of the log's first entries, where it is no clone's.
@@ -98,15 +110,18 @@ class Scrub:
         self._reached: set[str] = set()
         self._checked: set[str] = set()
         self._found: list[Finding] = []
+        # Those of the range that were looked at, with their sizes.
+        self._looked: dict[str, int] = {}
 
     @property
     def objects(self) -> int:
-        return len(self._sizes)
+        """All that are there; of a range those of it that were looked at so far."""
+        return len(self._sizes if self.seqs is None else self._looked)
 
     @property
     def stored_bytes(self) -> int:
-        """Of all objects: what the progress adds up to, about."""
-        return sum(self._sizes.values())
+        """What they take: of all objects it is what the progress adds up to, about."""
+        return sum((self._sizes if self.seqs is None else self._looked).values())
 
     @property
     def bytes_read(self) -> int:
@@ -116,6 +131,22 @@ class Scrub:
     def requests(self) -> int:
         return self._store.requests
 
+    def _find_newest(self) -> list[str]:
+        try:
+            return newest_manifests(self._store, self._states)
+        except WRONG:  # which is told where all states are looked at
+            return listed_manifests(self._store)
+
+    def _size_of(self, name: str) -> int | None:
+        """What the list says, and the store itself where that has not the name; None for what is gone."""
+        if name not in self._sizes:
+            try:
+                self._sizes[name] = self._store.stat(name).size
+            except NotFound:
+                return None
+            self._unlisted.add(name)
+        return self._sizes[name]
+
     def findings(self) -> Iterator[Finding]:
         return (step for step in self.steps() if isinstance(step, Finding))
 
@@ -124,12 +155,14 @@ class Scrub:
         try:
             for part in (
                 self._read_cluster,
+                self._look_at_states,
                 self._read_lines,
                 self._look_at_claims,
                 self._look_at_catalogues,
                 self._look_at_segments,
                 self._look_at_checkpoints,
                 self._look_at_the_rest,
+                self._tell_of_the_list,
             ):
                 yield from part()
                 yield from self._told()
@@ -153,7 +186,7 @@ class Scrub:
     def _read(self, name: str) -> bytes:
         """A small object, verified."""
         self._reached.add(name)
-        listed = self._sizes.get(name)
+        listed = self._size_of(name)
         require_listed(name, listed, None)
         data = read_verified(self._store, name, listed)
         self._checked.add(name)
@@ -166,6 +199,9 @@ class Scrub:
         return self._look(self._store, known, wanted) if wanted else iter(())
 
     def _steps(self, seen: Seen) -> Iterator[Step]:
+        found = parse(seen.item.name)
+        if found is not None and found.type in OF_RANGE and seen.item.listed is not None:
+            self._looked[seen.item.name] = seen.item.listed
         yield Progress(seen.item.listed or 0)
         if seen.finding is not None:
             yield seen.finding
@@ -182,16 +218,16 @@ class Scrub:
 
     def _read_lines(self) -> Iterator[Step]:
         """The newest manifest that can be read, and those that forks say it rests on."""
-        if self._newest_count > 1:
+        if len(self._newest_names) > 1:
             self._found.append(
                 self._wrong(
                     "one entry has two manifests: two logs have written in one epoch",
-                    next(name for name, found in self._of_type("manifest") if _place(found) == self._newest),
+                    self._newest_names[0],
                     "find out which of the two is right: `lowwater tier ls --long` lists both",
                 )
             )
-        names = [name for name, found in self._of_type("manifest") if _place(found) <= self._newest]
-        for name in sorted(names, reverse=True):
+        names = {name for name, found in self._of_type("manifest") if _place(found) <= self._newest}
+        for name in sorted(names.union(self._newest_names), reverse=True):
             try:
                 manifest = self._read_manifest(name)
             except WRONG as error:
@@ -280,6 +316,39 @@ class Scrub:
             if found is not None and found.type == kind:
                 yield name, found
 
+    # ------------------------------------------------------------------ states
+
+    def _look_at_states(self) -> Iterator[Step]:
+        """That they grow, without gaps: what is wrong with one, those around it make good. What they name and
+        the list does not is looked for by its name."""
+        last = self._states.number
+        names = [state_name(number) for number in range(1, last + 1)]
+        self._reached.update(names)
+        first = 0 if self.deep and self.seqs is None else max(0, last - STATES_READ)
+        for name in names[:first]:
+            if self._size_of(name) is None:
+                yield self._of_state("the state is gone", name)
+        before: State | None = None
+        for seen in self._seen(WantedState(name, self._size_of(name)) for name in names[first:]):
+            yield Progress(seen.item.listed or 0)
+            state: State | None = seen.result
+            if state is None:
+                assert seen.finding is not None
+                yield self._of_state(seen.finding.what, seen.item.name)
+                continue
+            if self.cluster_id not in (None, state.cluster_id):
+                yield self._of_state("this state is of another cluster than the archive", seen.item.name)
+            elif before is not None and (state.epoch < before.epoch or state.place < before.place):
+                yield self._of_state("this state falls behind the one before it", seen.item.name)
+            before = state
+            if state.claim:
+                self._claimed.add(state.epoch)
+            for name in filter(None, (state.claim, state.manifest)):
+                self._size_of(name)
+
+    def _of_state(self, what: str, name: str) -> Finding:
+        return Finding("warning", what, at(self._store.uri, name), hint=HINTS["state"])
+
     # ------------------------------------------------------------------ claims
 
     def _look_at_claims(self) -> Iterator[Step]:
@@ -306,7 +375,11 @@ class Scrub:
             if not matching and fork.epoch not in unreadable:
                 what = f"the claim of epoch {fork.epoch} is gone, in which this log goes on"
                 name = f"{EPOCHS}{fork.epoch:010}-*.cbor"
-                self._found.append(self._wrong(what, name, HINTS["epoch"], fork.recorded_seq))
+                finding = self._wrong(what, name, HINTS["epoch"], fork.recorded_seq)
+                if self._states.number and fork.epoch not in self._claimed:
+                    # Only the list could have it: no state that was read says what it is called.
+                    finding = finding._replace(severity="warning")
+                self._found.append(finding)
 
     # ------------------------------------------------------------------ manifests, chunks, runs
 
@@ -320,17 +393,17 @@ class Scrub:
         names = [name for name in wanted if self._is_wanted_entry(name)]
         self._reached.update(wanted)
         for seen in self._seen(
-            Wanted(name, self._sizes.get(name), wanted[name], name in self._checked) for name in names
+            Wanted(name, self._size_of(name), wanted[name], name in self._checked) for name in names
         ):
             yield from self._steps(seen)
 
     def _is_wanted_entry(self, name: str) -> bool:
         found = parse(name)
         return (
-            self._seqs is None
+            self.seqs is None
             or found is None
             or found.type != "manifest"
-            or self._seqs[0] <= found.seq <= self._seqs[1]
+            or self.seqs[0] <= found.seq <= self.seqs[1]
         )
 
     # ------------------------------------------------------------------ segments
@@ -341,8 +414,8 @@ class Scrub:
         items = [
             item
             for item in wanted.values()
-            if self._seqs is None
-            or (item.descriptor.first <= self._seqs[1] and item.descriptor.last >= self._seqs[0])
+            if self.seqs is None
+            or (item.descriptor.first <= self.seqs[1] and item.descriptor.last >= self.seqs[0])
         ]
         for seen in self._seen(items):
             yield from self._steps(seen)
@@ -356,7 +429,7 @@ class Scrub:
                 by = line.catalogue.epoch_at(descriptor.recorded_seq) if line.whole else descriptor.epoch
                 if by >= self._epoch_first:
                     name = segment_name(descriptor)
-                    listed, owner = self._sizes.get(name), self._owner_at(line, descriptor.first)
+                    listed, owner = self._size_of(name), self._owner_at(line, descriptor.first)
                     wanted.setdefault(name, WantedSegment(name, listed, descriptor, before, owner))
                 before = Before(descriptor.last, descriptor.hash) if line.whole else None
         return wanted
@@ -377,9 +450,9 @@ class Scrub:
         self._reached.update(wanted)
         indexes: dict[str, Checkpoint] = {}
         for seen in self._seen(
-            WantedCheckpoint(name, self._sizes.get(name), each, owner)
+            WantedCheckpoint(name, self._size_of(name), each, owner)
             for name, (each, owner) in wanted.items()
-            if self._seqs is None or self._seqs[0] <= each.seq <= self._seqs[1]
+            if self.seqs is None or self.seqs[0] <= each.seq <= self.seqs[1]
         ):
             yield from self._steps(seen)
             if seen.result is not None:
@@ -389,7 +462,7 @@ class Scrub:
         }
         self._reached.update(packs)
         sound: set[str] = set()
-        for seen in self._seen(Wanted(name, self._sizes.get(name), size) for name, size in packs.items()):
+        for seen in self._seen(Wanted(name, self._size_of(name), size) for name, size in packs.items()):
             yield from self._steps(seen)
             if seen.finding is None:
                 sound.add(seen.item.name)
@@ -420,7 +493,7 @@ class Scrub:
     # ------------------------------------------------------------------ what nothing reaches
 
     def _look_at_the_rest(self) -> Iterator[Step]:
-        if self._seqs is not None:
+        if self.seqs is not None:
             return
         following = self._following()
         rest = [name for name in self._sizes if name not in self._reached]
@@ -435,9 +508,21 @@ class Scrub:
         for seen in self._seen(items):
             yield from self._steps(seen)
 
+    def _tell_of_the_list(self) -> Iterator[Step]:
+        if self._unlisted:
+            count, first = len(self._unlisted), min(self._unlisted)
+            yield Finding(
+                "note",
+                f"the store's list lacks {count} objects that are there: {first}, for one",
+                self._store.uri,
+                hint="nothing to do: Lowwater does not conclude from a list that an object is gone",
+            )
+
     def _is_newer(self, name: str) -> bool:
-        """Whether it is a manifest that was published since."""
+        """Whether it is a manifest that was published since, or its state."""
         found = parse(name)
+        if found is not None and found.type == "state":
+            return found.seq > self._states.number
         return found is not None and found.type == "manifest" and _place(found) > self._newest
 
     def _following(self) -> set[str]:
@@ -454,8 +539,3 @@ class Scrub:
 
 def _place(found: ObjectName) -> tuple[int, int]:
     return found.epoch, found.seq
-
-
-def is_archive(store: Store) -> bool:
-    """Whether there is anything of an archive in a store."""
-    return any(parse(found.name) is not None for found in store.list())

@@ -19,7 +19,7 @@ from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_checkpoint
 from lowwater.engine.format import HEADER_BYTES, SegmentHeader
 from lowwater.errors import Corrupt, LowwaterError, NotFound
 from lowwater.tiering.names import checkpoint_name, parse
-from lowwater.tiering.objects import Manifest
+from lowwater.tiering.objects import Manifest, decode_state
 from lowwater.tiering.reached import WRONG, Line
 from lowwater.tiering.remedies import HINTS, unreached_damage, why_unreached
 from lowwater.tiering.scrub_checkpoints import CheckpointChecker
@@ -87,6 +87,13 @@ class WantedList(NamedTuple):
         return self.entry, self.is_first
 
 
+class WantedState(NamedTuple):
+    """What is found out is what it says."""
+
+    name: str
+    listed: int | None
+
+
 class Unreached(NamedTuple):
     """An object that nothing reaches."""
 
@@ -96,7 +103,7 @@ class Unreached(NamedTuple):
     is_verified: bool
 
 
-Item = Wanted | WantedSegment | WantedCheckpoint | WantedList | Unreached
+Item = Wanted | WantedState | WantedSegment | WantedCheckpoint | WantedList | Unreached
 
 
 class Known(NamedTuple):
@@ -134,6 +141,9 @@ class Looker:
         if isinstance(item, Wanted):
             self._wanted(item)
             return None, None
+        if isinstance(item, WantedState):
+            require_listed(item.name, item.listed, None)
+            return None, decode_state(read_verified(self._store, item.name, item.listed))
         if isinstance(item, WantedSegment):
             self._segment(item)
             return None, None

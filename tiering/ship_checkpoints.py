@@ -58,6 +58,7 @@ class CheckpointShipper:
         self._core = core
         self._store = store
         self._own_after = own_after
+        self._clock = core.seams.clock
         self._job: Generator[float, None, None] | None = None
         self.shipped = self.packs_written = self.bytes_written = 0
 
@@ -104,6 +105,7 @@ class CheckpointShipper:
         self._write_index(describe_checkpoint(index), index)
 
     def _ship(self, stored: StoredCheckpoint) -> Generator[float, None, None]:
+        began_s, bytes_before = self._clock.monotonic(), self.bytes_written
         index = _read_all(stored.open_index())
         described = describe_checkpoint(index)
         there = self._packs_there()
@@ -122,6 +124,14 @@ class CheckpointShipper:
             if self._core.propose_control(checkpoint_shipped_entry(before, described)) is None:
                 yield PROPOSE_AGAIN_S
         self.shipped += 1
+        _logger.info(
+            "checkpoint shipped",
+            object=at(self._store.uri, checkpoint_name(described)),
+            path=stored.path,
+            seq=described.seq,
+            bytes=self.bytes_written - bytes_before + len(index),
+            duration_s=round(self._clock.monotonic() - began_s, 3),
+        )
 
     def _packs_there(self) -> frozenset[bytes]:
         """Those of the checkpoint that the log recorded last. Its index is read from the store, where it has

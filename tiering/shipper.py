@@ -11,8 +11,7 @@ Always true:
   - all of it can be done again from the beginning, after a crash at any line: names and bytes are the log's.
 
 Work is done in steps: one looks around, records and publishes; others upload, each one object, of the log or
-of a checkpoint. Who waits in
-`ship` lends a hand, so that nothing depends on there being threads.
+of a checkpoint. Who waits in `ship` lends a hand, so that nothing depends on there being threads.
 """
 
 from __future__ import annotations
@@ -44,11 +43,13 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
+from lowwater.tiering.names import segment_name
 from lowwater.tiering.objects import Parent
 from lowwater.tiering.region import Region
 from lowwater.tiering.ship_checkpoints import CheckpointShipper, bring_checkpoint
-from lowwater.tiering.store import Store
+from lowwater.tiering.store import Store, at
 from lowwater.tiering.upload_queue import Stopping, UploadQueue, is_alarm
+from lowwater.tiering.uploads import find_segment
 
 _logger = get_logger("shipping")
 
@@ -142,6 +143,8 @@ class Shipper:
             passing=self._require_not_over,
         )
         self._shipping_checkpoint = threading.Lock()
+        # Of what a purge has asked a store for in vain.
+        self._purge_trouble = self._new_backoff()
         # Of what is wrong with a checkpoint here, or with the store where it goes.
         self._checkpoint_trouble = self._new_backoff()
         self._tasks: list[Task] = []
@@ -158,15 +161,17 @@ class Shipper:
             }
         )
 
-    def look(self) -> None:
+    def look(self, *, refuses: bool = True) -> None:
         """Before anything is shipped there: find out whether this log could be. Raises what a caller has to
-        correct. Where the log says that it was shipped before, all this is told later."""
+        correct, if it `refuses`. Where the log says that it was shipped before, all this is told later."""
         if self._core.catalogue.hwm or not self._core.cluster_id.strip(b"\0"):
             return
         region = self._regions[0]
         try:
             self._connect(region)
-        except (RetryError, Fenced) as error:
+        except LowwaterError as error:
+            if refuses and not isinstance(error, RetryError | Fenced):
+                raise
             self._failed(region.backoff, error)
 
     def start(self) -> None:
@@ -219,6 +224,8 @@ class Shipper:
         if self._regions[0].archive is not None and not self._is_over:
             self._try(self._trouble, self._ship)
         for region in self._regions:
+            if region.is_to_be_looked_at and not self._is_over:
+                self._try(region.looking, self._look_again, region)
             if region.archive is not None and not self._is_over:
                 self._try(region.backoff, self._publish, region)
         if not self._is_over:
@@ -326,7 +333,14 @@ class Shipper:
         if catalogue.hwm < segment.last:
             return False
         self._queue.forget(segment.last)
-        _logger.info("shipped", path=wanted.local.path, seq_first=segment.first, seq_last=segment.last)
+        _logger.info(
+            "shipped",
+            path=wanted.local.path,
+            seq_first=segment.first,
+            seq_last=segment.last,
+            bytes=segment.size,
+            lag_seconds=round(max(0, self._clock.now_us() - segment.time_max_us) / 1e6, 3),
+        )
         return True
 
     def checkpoint_step(self) -> float | None:
@@ -422,11 +436,7 @@ class Shipper:
             began_s = self._clock.monotonic()
 
             def upload_local(segment: SegmentDescriptor) -> bool:
-                local = next(iter(core.complete_segments(segment.first - 1)), None)
-                if local is None or local.segment_hash != segment.hash or not local.sealed:
-                    return False
-                self._queue.upload(region, segment, local.path)
-                return True
+                return self._upload_local(region, segment)
 
             def upload_checkpoint(checkpoint: CheckpointDescriptor) -> bool:
                 if core.is_checkpoint_due(checkpoint.seq):
@@ -441,14 +451,24 @@ class Shipper:
             def others() -> Iterator[Store]:
                 return (each.store for each in self._regions if each is not region)
 
-            region.publish_next(
+            manifest = region.publish_next(
                 core.catalogue,
                 core.marks().durable,
                 upload_local=upload_local,
                 upload_checkpoint=upload_checkpoint,
                 others=others,
             )
-            self._metrics.published(self._clock.monotonic() - began_s)
+            duration_s = self._clock.monotonic() - began_s
+            self._metrics.published(duration_s)
+            if manifest is not None:
+                _logger.info(
+                    "published",
+                    object=at(region.store.uri, manifest.name),
+                    seq=manifest.seq,
+                    hwm=manifest.hwm,
+                    bytes=len(manifest.encode()),
+                    duration_s=round(duration_s, 3),
+                )
         if not region.counted:
             if region is not self._regions[0]:
                 region.copy_epochs(self._regions[0].store)
@@ -462,6 +482,51 @@ class Shipper:
                 # as before an upload: by whose manifest is the newest.
                 self._claim()
                 region.require_epoch(core.epoch)
+
+    def _upload_local(self, region: Region, segment: SegmentDescriptor) -> bool:
+        """Have a segment there. False where it is not here any more."""
+        local = next(iter(self._core.complete_segments(segment.first - 1)), None)
+        if local is None or local.segment_hash != segment.hash or not local.sealed:
+            return False
+        self._queue.upload(region, segment, local.path)
+        return True
+
+    # ------------------------------------------------------------------ what was shipped, and may be gone
+
+    def _look_again(self, region: Region) -> None:
+        lost = region.look_again(self._core.catalogue)
+        if lost is not None:
+            self._bring_back(region, lost)
+
+    def require_shipped(self, segments: Sequence[SegmentDescriptor]) -> None:
+        """Before they are removed here: every region that counts is asked for each of them."""
+        try:
+            for region in self._regions:
+                if region.counts and segments:
+                    region.require_as_left()
+                for segment in segments:
+                    if self._is_stopping:
+                        raise Stopping
+                    if region.counts and not region.is_parents(segment):
+                        self._bring_back(region, segment)
+        except Stopping:
+            raise Closed("the database is being closed", path=self._core.directory) from None
+        except LowwaterError as error:
+            if is_alarm(error):
+                self._failed(self._purge_trouble, error)
+            raise
+        self._purge_trouble.succeeded()
+
+    def _bring_back(self, region: Region, segment: SegmentDescriptor) -> None:
+        """Upload a segment again, if the region has lost it."""
+        if find_segment(region.store, segment) is not None:
+            return
+        name = segment_name(segment)
+        self._metrics.failed()
+        _logger.error("the store has lost a segment that was shipped", path=region.store.uri, name=name)
+        if not self._upload_local(region, segment):
+            raise region.missing(name)
+        _logger.info("the segment was uploaded again", path=region.store.uri, name=name)
 
     def _count(self) -> None:
         counting = [region for region in self._regions if region.counts]
@@ -609,7 +674,9 @@ class Shipper:
         for number, region in enumerate(self._regions):
             if region.counts or not counting:
                 found += [region.backoff, region.uploads, *self._queue.troubles_of(number)]
-        return found
+            if not counting:
+                found.append(region.looking)
+        return found if counting else [*found, self._purge_trouble]
 
     @property
     def _alarmed(self) -> LowwaterError | None:

@@ -13,7 +13,6 @@ from lowwater.engine.describe import LogDescription, describe_log
 from lowwater.engine.seams import Files
 from lowwater.errors import OtherCluster
 from lowwater.tiering.archive import open_archive
-from lowwater.tiering.names import newest_epoch
 from lowwater.tiering.store import Store
 
 
@@ -62,7 +61,7 @@ def archive_status(store: Store) -> ArchiveStatus:
         uri=store.uri,
         cluster_id=archive.cluster_id,
         epoch=None if manifest is None else manifest.epoch,
-        epoch_claimed=newest_epoch(store) or None,
+        epoch_claimed=archive.newest_epoch() or None,
         epochs=[1, *(fork.epoch for fork in catalogue.forks)] if manifest is not None else [],
         manifest=None if manifest is None else manifest.name,
         hwm=catalogue.hwm,

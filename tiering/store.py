@@ -1,4 +1,4 @@
-"""What Lowwater asks of an object store: five calls.
+"""What Lowwater asks of an object store: six calls.
 
 Always true of every store:
   - an object appears whole or not at all, and never changes: a name that is taken is kept;
@@ -23,6 +23,7 @@ from lowwater.errors import (
     NotFound,
     StoreCorrupt,
     StoreReadOnly,
+    StoreUnavailable,
     UploadGone,
 )
 
@@ -66,6 +67,12 @@ class Store(Protocol):
         asked for."""
         ...
 
+    def copy(self, source: str, target: str) -> bool:
+        """Make the object `target` of the bytes of `source`, inside the store where that can do it; else
+        `pass_through` does. True when this call made it, False when there was one of that name, which is
+        kept. Where the store has no condition for it, two that make one name at once may both say True."""
+        ...
+
     def delete(self, name: str) -> None:
         """No error where there is none."""
         ...
@@ -101,6 +108,42 @@ def write_verified(store: Store, name: str, parts: Callable[[], Iterable[Part]],
             f"the store took {size} bytes, and has an object of {found.size}", path=at(store.uri, name)
         )
     return made
+
+
+def is_there(store: Store, name: str) -> bool:
+    try:
+        store.stat(name)
+    except NotFound:
+        return False
+    return True
+
+
+PASSED_BYTES = 4 * 2**20
+
+
+def pass_through(
+    store: Store,
+    name: str,
+    target: Store,
+    target_name: str,
+    *,
+    part_bytes: int = PASSED_BYTES,
+    passing: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Have an object under a name in another store, or in its own, by reading and writing it: a part at a
+    time. False where that name is taken. `passing` is told of each part, and may raise to give up."""
+    size = store.stat(name).size
+
+    def parts() -> Iterator[Part]:
+        for start in range(0, size, part_bytes):
+            end = min(start + part_bytes, size)
+            part = store.read(name, start, end)
+            if len(part) != end - start:
+                raise StoreUnavailable("less of the object came than it has", path=at(store.uri, name))
+            passing(len(part))
+            yield part
+
+    return write_verified(target, target_name, parts, size=size)
 
 
 # More than any catalogue's part, claim or index takes.

@@ -18,10 +18,15 @@ from lowwater.engine.catalogue import SegmentDescriptor
 from lowwater.engine.directory import Segment
 from lowwater.engine.log import Seams
 from lowwater.errors import Corrupt, DataError, DiskFailed, InternalError, LowwaterError, NotFound
+from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
+from lowwater.tiering.names import segment_name
 from lowwater.tiering.region import Region
+from lowwater.tiering.store import at
 from lowwater.tiering.uploads import describe_file, upload_segment
+
+_logger = get_logger("shipping")
 
 
 def is_alarm(error: LowwaterError) -> bool:
@@ -163,6 +168,7 @@ class UploadQueue:
 
     def upload(self, region: Region, segment: SegmentDescriptor, path: str) -> None:
         """Have a segment that is here in a region."""
+        began_s = self._seams.clock.monotonic()
         with self._lock:
             self.memory_bytes += self._part_bytes
         try:
@@ -178,3 +184,12 @@ class UploadQueue:
             with self._lock:
                 self.memory_bytes -= self._part_bytes
         self._metrics.uploaded(made=uploaded.made)
+        _logger.info(
+            "uploaded" if uploaded.made else "was there already",
+            object=at(region.store.uri, segment_name(segment)),
+            path=path,
+            seq_first=segment.first,
+            seq_last=segment.last,
+            bytes=uploaded.size,
+            duration_s=round(self._seams.clock.monotonic() - began_s, 3),
+        )

@@ -26,7 +26,7 @@ from lowwater.engine.seams import File, Files
 from lowwater.engine.verified import VerifiedBlocks
 from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
 from lowwater.tiering.names import parse, segment_name
-from lowwater.tiering.store import Store, at, send
+from lowwater.tiering.store import Store, at, pass_through, send
 from lowwater.tiering.verify import ObjectFile, describe_object
 
 READ_BYTES = 2**20
@@ -195,15 +195,4 @@ def copy_object(source: Store, target: Store, name: str, *, part_bytes: int, pas
     """Have an object of one store in another one, as it is stored. False where it was there."""
     if _size_of(target, name) is not None:
         return False
-    size = source.stat(name).size
-
-    def parts() -> Iterator[bytes]:
-        for start in range(0, size, part_bytes):
-            part = source.read(name, start, min(start + part_bytes, size))
-            passing(len(part))
-            yield part
-
-    made = send(lambda: target.write(name, parts(), size=size))
-    if _size_of(target, name) != size and made:
-        raise StoreCorrupt("the copy of an object has another size", path=at(target.uri, name))
-    return made
+    return pass_through(source, name, target, name, part_bytes=part_bytes, passing=passing)

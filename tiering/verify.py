@@ -22,7 +22,14 @@ from lowwater.engine.format import HEADER_BYTES, SegmentHeader
 from lowwater.engine.seams import File, SyncMode
 from lowwater.errors import Corrupt, LowwaterError, NotLowwater
 from lowwater.tiering.names import ObjectName, parse, short
-from lowwater.tiering.objects import HINT, decode_cluster, decode_epoch, decode_manifest, require_hash
+from lowwater.tiering.objects import (
+    HINT,
+    decode_cluster,
+    decode_epoch,
+    decode_manifest,
+    decode_state,
+    require_hash,
+)
 from lowwater.tiering.store import Store, at
 
 READ_BYTES = 2**22
@@ -143,6 +150,10 @@ def _verify_small(name: str, found: ObjectName, reader: Readable) -> None:
         return
     if found.type == "cluster":
         decode_cluster(data)
+        return
+    if found.type == "state":
+        if decode_state(data).number != found.seq:
+            raise Corrupt("this state has another number than its name says", hint=HINT)
         return
     require_hash(data, found.hash, found.type)
     if found.type == "chunk":

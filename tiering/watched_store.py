@@ -40,6 +40,9 @@ class WatchedStore:
     def write(self, *_: object, **__: object) -> bool:
         raise AssertionError("a scrub writes nothing")
 
+    def copy(self, source: str, target: str) -> bool:
+        raise AssertionError("a scrub writes nothing")
+
     def delete(self, name: str) -> None:
         raise AssertionError("a scrub removes nothing")
 

@@ -1,11 +1,15 @@
-"""Lowwater: a storage engine whose history lives in object storage. Today: its log.
+"""Lowwater: an embedded database whose history is a log, and lives in object storage.
 
 import lowwater
 
-with lowwater.Log.open("data/wal") as log:
-    log.append(lowwater.Put("photos", "cat.jpg", b"..."))
-    for entry in log.read("earliest"):
+with lowwater.open("data/", tier="s3://bucket/prefix") as db:
+    db.create_bucket("photos", exist_ok=True)
+    db.put("photos", "cat.jpg", b"...")
+    for entry in db.log("earliest"):
         print(entry.seq, entry.kind, entry.key)
+    db.ship()
+
+`lowwater.Log` is the log on its own, `lowwater.Engine` the database for who orders entries elsewhere.
 """
 
 from __future__ import annotations

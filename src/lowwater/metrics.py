@@ -58,6 +58,17 @@ def _nothing() -> float:
     return 0
 
 
+# Of a log: what is read at each scrape, and what it says.
+LOG_GAUGES = {
+    # Its name is the reference plan's. It falls when segments are purged, so it is no counter.
+    "storage_wal_segments_total": "Segments in the log directory.",
+    "storage_wal_size_bytes": "Bytes of all segments.",
+    "storage_current_seq": "The last seq of the log.",
+    "lowwater_wal_cache_bytes": "Bytes of the live tail kept in memory.",
+    "lowwater_wal_queue_bytes": "Bytes that wait to be written.",
+}
+
+
 class LogMetrics(Collector):
     """What one log measures. A registry takes one of these: the names would meet."""
 
@@ -120,14 +131,10 @@ class LogMetrics(Collector):
             ("lowwater_wal_rotations", "Segments sealed.", self.rotations),
         ):
             yield CounterMetricFamily(counter, documentation, value=total)
-        for gauge, documentation, read in (
-            # Its name is the reference plan's. It falls when segments are purged, so it is no counter.
-            ("storage_wal_segments_total", "Segments in the log directory.", self._segments),
-            ("storage_wal_size_bytes", "Bytes of all segments.", self._size_bytes),
-            ("storage_current_seq", "The last seq of the log.", self._current_seq),
-            ("lowwater_wal_cache_bytes", "Bytes of the live tail kept in memory.", self._cache_bytes),
-            ("lowwater_wal_queue_bytes", "Bytes that wait to be written.", self._queue_bytes),
-        ):
+        readings = (
+            self._segments, self._size_bytes, self._current_seq, self._cache_bytes, self._queue_bytes,
+        )  # fmt: skip
+        for (gauge, documentation), read in zip(LOG_GAUGES.items(), readings, strict=True):
             yield GaugeMetricFamily(gauge, documentation, value=read())
 
     # The registry compares names through this, and refuses a second log.
@@ -137,7 +144,7 @@ class LogMetrics(Collector):
 # Of a database or a fed engine: what each is called and what it says.
 ENGINE_DURATIONS = {
     "storage_recovery_duration_seconds": "Opening: from the first frame that was applied again to the last.",
-    "storage_checkpoint_creation_duration_seconds": "Bringing all changes into pages, by request.",
+    "storage_checkpoint_creation_duration_seconds": "Making a checkpoint: from its turn until it is durable.",
     "lowwater_flush_duration_seconds": "One group of ranges: merging, encoding and writing their pages.",
     "lowwater_flush_write_duration_seconds": "Of that, the page store's transaction and its sync.",
 }
@@ -156,7 +163,7 @@ ENGINE_COUNTERS = {
     "lowwater_merge_worker_pages_total": "Pages that the process for it made.",
     "lowwater_merge_worker_failures_total": "Times that it did not answer, and the engine did it by itself.",
     "lowwater_recovery_frames_total": "Frames that opening applied again.",
-    "lowwater_transactions_begun_total": "Transactions begun.",
+    "lowwater_transactions_begun_total": "Transactions begun; of a fed engine, by an entry.",
     "lowwater_transactions_committed_total": "Transactions that took effect, or had nothing to write.",
     "lowwater_transactions_aborted_total": "Transactions that ended without effect.",
     "lowwater_transactions_conflicts_total": "Times that somebody else had written first.",
@@ -169,13 +176,14 @@ ENGINE_GAUGES = {
     "storage_s3_hwm": "Up to here all entries are in the object store; without one, the last purged.",
     "storage_buffer_pool_size_bytes": "Memory of the pool: changes, clean pages and ready objects.",
     "storage_buffer_pool_hit_rate": "Of the reads of a page so far, the share that found it in memory.",
-    "storage_hot_tier_size_bytes": "Bytes of log and pages on the local disk.",
+    "storage_hot_tier_size_bytes": "What log, pages, checkpoints and the cache take of the local disk.",
     "lowwater_pool_limit_bytes": "What the pool may take.",
     "lowwater_pool_dirty_bytes": "Changes that are in no page yet.",
     "lowwater_pool_clean_bytes": "Clean pages.",
     "lowwater_pool_objects_bytes": "Ready objects.",
     "lowwater_pages_used_bytes": "What of the page store is in use.",
     "lowwater_pages_size_bytes": "What the page store takes of the disk.",
+    "lowwater_checkpoints_size_bytes": "What checkpoints and their packs take of the disk.",
     "lowwater_pages_awaited": "Pages in the archive that changes in memory wait for.",
     "lowwater_redo_lag_seqs": "How many seqs opening would have to apply again after a crash.",
     "lowwater_dirty_age_seconds": "How long the oldest change that is in no page has been in memory.",

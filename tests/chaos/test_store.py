@@ -44,6 +44,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "stat": lambda store: store.stat("old"),
     "list": lambda store: list(store.list()),
     "delete": lambda store: store.delete("old"),
+    "copy": lambda store: store.copy("old", "new"),
 }
 
 
@@ -85,6 +86,23 @@ def test_an_error_may_come_after_the_effect() -> None:
     with pytest.raises(StoreUnavailable):
         store.delete("a")
     assert names(store.list()) == []
+
+
+def test_a_copy_may_be_made_and_not_told_or_told_and_not_made() -> None:
+    """Who copies again finds it there; who looks finds what a lie has left."""
+    server = FaultyStore(fault=on("copy", Fault(error="timed_out", after=True)))
+    store = server.open()
+    put(store, "a", b"0123456789")
+    with pytest.raises(StoreUnavailable):
+        store.copy("a", "b")
+    assert store.copy("a", "b") is False
+    assert store.read("b") == b"0123456789"
+    server.fault = on("copy", Fault(lost=True))
+    assert store.copy("a", "c") is True
+    server.fault = on("copy", Fault(kept_bytes=3))
+    assert store.copy("a", "d") is True
+    assert names(store.list()) == ["a", "b", "d"]
+    assert store.read("d") == b"012"
 
 
 def test_what_failed_may_arrive_later() -> None:

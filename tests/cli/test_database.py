@@ -14,11 +14,13 @@ from typing import Any
 
 import lmdb
 import pytest
+from blake3 import blake3
 from click.testing import CliRunner, Result
 
 import lowwater
 from lowwater.cli.root import root
 from lowwater.engine.testing.damage import flip
+from lowwater.errors import NotFound
 
 COMMANDS = ("check", "checkpoints", "compact-local", "get", "history", "ls", "pages", "put", "root")
 BINARY = bytes(range(256)) * 40
@@ -307,13 +309,18 @@ def test_check_finds_nothing_in_a_sound_database(path: str) -> None:
     assert run("check", path).exit_code == 0
 
 
-def test_check_finds_a_flipped_byte_in_the_log_and_in_a_page(path: str) -> None:
-    """It says which of the two, because the log alone is not replaced by anything else."""
+def damage_page(path: str) -> None:
+    """The first one, in its last byte."""
     with lmdb.open(f"{path}/pages", max_dbs=8) as environment:
         database = environment.open_db(b"pages", create=False)
         with environment.begin(write=True) as transaction:
             key, value = next(iter(transaction.cursor(database)))
             transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=database)
+
+
+def test_check_finds_a_flipped_byte_in_the_log_and_in_a_page(path: str) -> None:
+    """It says which of the two, because the log alone is not replaced by anything else."""
+    damage_page(path)
     result = run("check", path, "--json")
     assert result.exit_code == 65
     document = json.loads(result.stdout)
@@ -408,11 +415,7 @@ def test_pages_sums_up(path: str) -> None:
 
 def test_pages_lists_a_damaged_one_with_what_is_wrong(path: str) -> None:
     """The others are still there."""
-    with lmdb.open(f"{path}/pages", max_dbs=8) as environment:
-        database = environment.open_db(b"pages", create=False)
-        with environment.begin(write=True) as transaction:
-            key, value = next(iter(transaction.cursor(database)))
-            transaction.put(key, value[:-1] + bytes([value[-1] ^ 1]), db=database)
+    damage_page(path)
     result = run("pages", path, "--json")
     assert result.exit_code == 65
     problems = [json.loads(line)["problem"] for line in result.stdout.splitlines()]
@@ -420,6 +423,117 @@ def test_pages_lists_a_damaged_one_with_what_is_wrong(path: str) -> None:
     assert "checksum" in run("pages", path).stdout
     assert run("pages", path, "--summary").exit_code == 65
     assert "cannot be read" in run("pages", path, "--summary").stdout
+
+
+def test_pages_show_their_rows(path: str) -> None:
+    """Who doubts an answer looks at what is stored: each version, deletions, and where large values lie."""
+    with lowwater.open(path) as db:
+        db.snapshot("before")
+        seq = db.put("b", "k", b"third", {"a": "b"})
+        db.delete("b", "photos/007.jpg")
+    rows = lines_of("pages", path, "--rows")
+    assert len(rows) == sum(each["rows"] for each in lines_of("pages", path))
+    of_k = [row for row in rows if (row["bucket"], row["key"]) == ("b", "k")]
+    assert of_k[0]["seq"] == seq
+    assert base64.b64decode(of_k[0]["value"]) == b"third"
+    assert of_k[0]["metadata"] == {"a": "b"}
+    large = of_k[1]
+    assert (large["value_bytes"], large["blake3"]) == (len(BINARY), blake3(BINARY).hexdigest())
+    log = Path(path, "wal", "current.log").read_bytes()
+    assert large["place"]["segment_first"] == 1
+    assert log[large["place"]["offset"] :].index(BINARY) < 200
+    assert {(row["key"], row["what"]) for row in rows if not row["bucket"]} == {
+        ("b", "bucket"),
+        ("other", "bucket"),
+    }
+    (gone, kept) = [row for row in rows if row["key"] == "photos/007.jpg"]
+    assert (gone["what"], kept["what"]) == ("deletion", "value")
+    assert "value" not in gone
+    assert not any("value" in row for row in lines_of("pages", path, "--rows", "--values", "none"))
+    some = lines_of("pages", path, "--rows", "--bucket", "b", "--key", "k")
+    assert all(row in rows for row in some)
+    assert of_k[0] in some
+    text = run("pages", path, "--rows", "--values", "utf8").stdout
+    assert len(text.splitlines()) == len(rows)
+    assert "b/k" in text
+    assert "third" in text
+    assert "\x1b" not in text
+
+
+def test_rows_of_an_open_transaction_name_it_instead_of_a_time(tmp_path: Path) -> None:
+    """The page does not know yet what becomes of it."""
+    data = str(tmp_path / "data")
+    with lowwater.Engine(data) as engine:
+        engine.apply_log_entry(1, lowwater.Create(bytes(16), bytes(16)))
+        engine.apply_log_entry(2, lowwater.CreateBucket("b"))
+        engine.apply_log_entry(3, lowwater.Begin())
+        engine.apply_log_entry(4, lowwater.Put("b", "k", b"v", txn=3))
+        engine.flush()
+    (row,) = [row for row in lines_of("pages", data, "--rows") if row["key"] == "k"]
+    assert (row["seq"], row["txn"], row["time_us"]) == (4, 3, None)
+    assert "txn=3" in run("pages", data, "--rows").stdout
+
+
+def test_a_damaged_page_is_told_among_the_rows(path: str) -> None:
+    """The others are still there."""
+    with lowwater.open(path) as db:
+        # Where pages begin depends on the salt: of a few keys all may be in one.
+        db.put_many("b", [(f"more {number:05}", b"v") for number in range(5000)])
+    damage_page(path)
+    result = run("pages", path, "--rows", "--json")
+    assert result.exit_code == 65
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [bool(each.get("problem")) for each in lines].count(True) == 1
+    assert len(lines) > 1
+    assert "checksum" in run("pages", path, "--rows").stdout
+
+
+def test_checkpoints_show_their_rows(path: str) -> None:
+    """What a restore would bring back, key by key."""
+    first = run_json("checkpoints", path, "--make")["checkpoints"][0]
+    with lowwater.open(path) as db:
+        db.put("b", "k", b"third")
+        live = {(each.bucket, each.key): each for bucket in db.buckets() for each in db.scan(bucket)}
+    run("checkpoints", path, "--make")
+    rows = lines_of("checkpoints", path, "--rows")
+    assert {(row["bucket"], row["key"]) for row in rows} == {*live, ("", "b"), ("", "other")}
+    for row in rows:
+        if row["what"] == "value":
+            found = live[row["bucket"], row["key"]]
+            assert (base64.b64decode(row["value"]), row["seq"], row["time_us"]) == (
+                found.value,
+                found.seq,
+                found.time_us,
+            )
+    older = lines_of("checkpoints", path, "--rows", "--seq", str(first["seq"]))
+    assert len(older) == first["rows"]
+    (large,) = [row for row in older if row["key"] == "k"]
+    assert (large["value_bytes"], "value" in large) == (len(BINARY), False)
+    assert "b/k" in run("checkpoints", path, "--rows").stdout
+    missing = run("checkpoints", path, "--rows", "--seq", "7")
+    assert missing.exit_code == NotFound.exit_code
+    assert "no checkpoint of seq 7" in missing.stderr
+    (pack, *_) = sorted(Path(path, "packs").iterdir())
+    flip(pack, pack.stat().st_size // 2)
+    assert run("checkpoints", path, "--rows").exit_code == 65
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["pages", "--rows", "--summary"],
+        ["pages", "--values", "hex"],
+        ["checkpoints", "--values", "hex"],
+        ["checkpoints", "--seq", "5"],
+        ["pages", "--rows", "--values", "hex", "--json"],
+    ],
+)
+def test_options_for_rows_need_rows(path: str, wrong: list[str]) -> None:
+    """What would be ignored is refused."""
+    command, *options = wrong
+    result = run(command, path, *options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,81 @@ def test_verify_takes_an_object_or_a_range(folder: str) -> None:
     assert run("tier", "verify", folder, "--from", str(seqs.seq_last + 1)).exit_code == 0
 
 
+def test_verify_of_a_range_counts_the_range(folder: str) -> None:
+    """Else it says that a terabyte is sound of which it has read a megabyte."""
+    segment = a_segment(folder)
+    seqs = names.parse(segment)
+    assert seqs is not None
+    of_range = run_json("tier", "verify", folder, "--from", str(seqs.seq), "--to", str(seqs.seq_last))
+    whole = run_json("scrub", folder)
+    listed = run_json("tier", "ls", folder, "--long")["objects"]
+    inside = [
+        each
+        for each in listed
+        if (each["type"] in ("manifest", "checkpoint") and seqs.seq <= each["seq"] <= seqs.seq_last)
+        or each["name"] == segment
+    ]
+    assert whole["objects"] == len(listed) > of_range["objects"]
+    # Besides these the packs of a checkpoint in the range, if there is one.
+    sizes = [each["stored_bytes"] for each in inside]
+    has_checkpoint = any(each["type"] == "checkpoint" for each in inside)
+    assert of_range["objects"] >= len(inside)
+    assert of_range["stored_bytes"] >= sum(sizes)
+    assert has_checkpoint or (of_range["objects"], of_range["stored_bytes"]) == (len(inside), sum(sizes))
+    assert (of_range["seq_first"], of_range["seq_last"]) == (seqs.seq, seqs.seq_last)
+    none = run_json("tier", "verify", folder, "--from", "1000000")
+    assert (none["objects"], none["stored_bytes"], none["sound"]) == (0, 0, True)
+    text = run("tier", "verify", folder, "--from", "1000000").stdout
+    assert "0 objects, 0 B, from seq 1000000 on" in text
+
+
+def test_dump_shows_what_a_manifest_reaches(folder: str) -> None:
+    """Each segment, checkpoint and fork, by the name of its object."""
+    listed = run_json("tier", "ls", folder, "--long")["objects"]
+    newest = run_json("tier", "status", folder)
+    rows = [
+        json.loads(line)
+        for line in run("tier", "dump", folder, newest["manifest"], "--json").stdout.splitlines()
+    ]
+    kinds = [row["type"] for row in rows]
+    assert kinds == sorted(kinds, key=("segment", "checkpoint", "fork").index)
+    assert kinds.count("segment") == newest["segments"]
+    assert kinds.count("checkpoint") == newest["checkpoints"]
+    assert kinds.count("fork") >= 1
+    assert {row["name"] for row in rows if row["name"]} <= {each["name"] for each in listed}
+    assert max(row["last"] for row in rows if row["type"] == "segment") == newest["hwm"]
+    text = run("tier", "dump", folder, newest["manifest"]).stdout
+    assert len(text.splitlines()) == len(rows)
+    flip(folder, newest["manifest"], at=20)
+    assert run("tier", "dump", folder, newest["manifest"]).exit_code == 65
+
+
+def test_dump_shows_the_rows_of_a_checkpoint(folder: str) -> None:
+    """As they would come back."""
+    found = run_json("tier", "status", folder)["checkpoint"]
+    name = f"{names.CHECKPOINTS}checkpoint-{found['id']}.ckpt"
+    rows = [json.loads(line) for line in run("tier", "dump", folder, name, "--json").stdout.splitlines()]
+    lowwater.restore(Path(folder).as_uri(), Path(folder).parent / "as-of", at=found["seq"])
+    with lowwater.open(Path(folder).parent / "as-of") as db:
+        live = {(each.bucket, each.key): each.seq for bucket in db.buckets() for each in db.scan(bucket)}
+    assert {(row["bucket"], row["key"]): row["seq"] for row in rows if row["bucket"]} == live
+    flip(folder, name)
+    assert run("tier", "dump", folder, name).exit_code == 65
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [("segment", "lowwater log dump"), ("pack", "tier ls --long"), ("cluster", "tier ls --long")],
+)
+def test_dump_of_what_has_no_rows_says_where_to_look(folder: str, kind: str, hint: str) -> None:
+    objects = run_json("tier", "ls", folder, "--long", "--type", kind)["objects"]
+    result = run("tier", "dump", folder, objects[0]["name"])
+    assert result.exit_code == 2
+    assert hint in result.stderr
+    gone = run("tier", "dump", folder, "checkpoints/checkpoint-00000000000000000001-0123456789abcdef.ckpt")
+    assert gone.exit_code == NotFound.exit_code
+
+
 def test_a_catalogue_that_is_not_whole_is_damage_and_no_wrong_call(tmp_path: Path) -> None:
     """The other commands cannot go on without it, and send to the one that can."""
     path = str(tmp_path / "archive")

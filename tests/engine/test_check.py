@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from lowwater.engine.check import (
 )
 from lowwater.engine.compress import compress_segment
 from lowwater.engine.describe import describe_segment
-from lowwater.engine.directory import Hint, read_hint, read_sealed, segment_name, write_hint
+from lowwater.engine.directory import HINT, Hint, read_hint, read_sealed, segment_name, write_hint
 from lowwater.engine.entries import Control, Put
 from lowwater.engine.format import (
     FRAME_BYTES,
@@ -544,3 +545,18 @@ def test_a_directory_without_a_log_is_told_so(tmp_path: Path) -> None:
         require_log(FILES, str(tmp_path))
     with pytest.raises(NotFound, match="there is nothing there"):
         require_log(FILES, str(tmp_path / "missing"))
+
+
+def test_a_hint_that_is_written_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    """It was not there when it was asked for, and is by now."""
+
+    class Late(RealFiles):
+        def open(self, path: str, **named: Any) -> Any:
+            if path.endswith(f"/{HINT}"):
+                Path(path).write_bytes(b"being written")
+                raise FileNotFoundError(path)
+            return super().open(path, **named)
+
+    (tmp_path / "wal").mkdir()
+    found = list(check_directory(Late(), f"{tmp_path}/wal"))
+    assert not any("hint" in each.what for each in found)

@@ -8,8 +8,10 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -195,7 +197,10 @@ def test_every_metric_of_the_engine_moves(tmp_path: Path, monkeypatch: pytest.Mo
         db.flush()
         samples = look(db)
         assert samples["lowwater_pages_deleted_total"] > before
-        assert samples["storage_checkpoint_creation_duration_seconds_count"] == 3
+        assert samples["storage_checkpoint_creation_duration_seconds_count"] == 0
+        db.checkpoint()
+        samples = look(db)
+        assert samples["storage_checkpoint_creation_duration_seconds_count"] == 1
         assert samples["lowwater_redo_lag_seqs"] == 0
         assert samples["lowwater_dirty_age_seconds"] == 0
         assert samples["lowwater_flush_duration_seconds_count"] == samples["lowwater_flush_groups_total"]
@@ -218,6 +223,103 @@ def test_a_fed_engine_shows_the_mark_that_it_was_told(tmp_path: Path) -> None:
         engine.sync()
         engine.update_low_water_mark(2)
         assert scraped(engine.metrics())["storage_orchestrator_lwm"] == 2
+
+
+def test_a_fed_engine_counts_the_transactions_that_it_is_fed(tmp_path: Path) -> None:
+    """Nobody has a handle there: its entries begin and end them, a refused commit too."""
+    names = [f"lowwater_transactions_{name}_total" for name in ("begun", "committed", "aborted", "conflicts")]
+    with lowwater.Engine(tmp_path / "data") as engine:
+        engine.apply_log_entry(1, lowwater.Create(bytes(16), bytes(16)))
+        engine.apply_log_entry(2, lowwater.CreateBucket("b"))
+        entries = [
+            lowwater.Begin(),
+            lowwater.Put("b", "x", b"1", txn=3),
+            lowwater.Begin(),
+            lowwater.Put("b", "x", b"2", txn=5),  # refused: the first may still commit
+            lowwater.Abort(3, 3),  # to a savepoint, which ends nothing
+            lowwater.Commit(3),
+            lowwater.Commit(5),  # refused, as it is doomed
+            lowwater.Begin(),
+            lowwater.Put("b", "y", b"1", txn=10),
+            lowwater.Put("b", "y", b"2"),  # dooms it
+            lowwater.Abort(10),
+        ]
+        for seq, entry in enumerate(entries, 3):
+            engine.apply_log_entry(seq, entry)
+        samples = scraped(engine.metrics())
+        assert [samples[name] for name in names] == [3, 1, 2, 2]
+        engine.apply_log_entry(3, entries[0])
+        engine.apply_log_entry(13, entries[-1])
+        samples = scraped(engine.metrics())
+        assert [samples[name] for name in names] == [3, 1, 2, 2]
+
+
+def _bytes_below(*directories: Path) -> int:
+    return sum(path.stat().st_size for each in directories for path in each.iterdir())
+
+
+def test_the_hot_tier_is_all_that_takes_room_on_the_local_disk(tmp_path: Path) -> None:
+    """Packs of checkpoints and the cache of cold reads may be larger than log and pages."""
+    data = tmp_path / "data"
+    config = {"wal": {"rotate_max_bytes": "1 MiB"}, "retention": {"age_max_s": 0, "check_interval_s": 1}}
+    with lowwater.open(data, tier=(tmp_path / "archive").as_uri(), config=config) as db:
+        db.create_bucket("b")
+        for number in range(40):
+            db.put("b", f"{number:04}", os.urandom(100_000))
+        db.checkpoint()
+        db.flush()
+        db.ship()
+        deadline = time.monotonic() + 60
+        while not db.marks().purged and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(db.get("b", "0000").value) == 100_000  # through the cache
+        samples = scraped(db.metrics())
+        checkpoints = _bytes_below(data / "checkpoints", data / "packs")
+        assert samples["lowwater_checkpoints_size_bytes"] == checkpoints > 0
+        assert samples["lowwater_cold_cache_bytes"] == _bytes_below(data / "cache") > 0
+        parts = ("storage_wal_size_bytes", "lowwater_pages_size_bytes")
+        parts += ("lowwater_checkpoints_size_bytes", "lowwater_cold_cache_bytes")
+        assert samples["storage_hot_tier_size_bytes"] == sum(samples[name] for name in parts)
+
+
+def test_events_tell_object_size_and_duration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks for a slow upload, or a lost object, has the log of events before anything else."""
+    archive, data = tmp_path / "archive", tmp_path / "data"
+    config = {"wal": {"rotate_max_bytes": "1 MiB"}}
+    with caplog.at_level(logging.DEBUG, "lowwater"):
+        with lowwater.open(data, tier=archive.as_uri(), config=config) as db:
+            db.create_bucket("b")
+            db.put_many("b", [(f"{number:05}", b"v" * 1000) for number in range(3000)])
+            db.checkpoint()
+            db.ship()
+        lowwater.restore(archive.as_uri(), tmp_path / "restored")
+    told: dict[str, list[dict[str, Any]]] = {}
+    for record in caplog.records:
+        if isinstance(record.msg, dict):
+            told.setdefault(record.msg["event"], []).append(record.msg)
+    for event in ("uploaded", "published", "checkpoint shipped", "fetched"):
+        for fields in told[event]:
+            path = Path(fields["object"].removeprefix("file://"))
+            assert path.is_file(), event
+            assert 0 < fields["bytes"] <= path.stat().st_size or event == "checkpoint shipped", event
+            assert fields["duration_s"] >= 0
+    (stored,) = (data / "checkpoints").iterdir()
+    (made,) = told["checkpoint made"]
+    assert made["path"] == str(stored)
+    assert made["rows"] == made["rows_written"] == 3001
+    assert made["bytes"] == _bytes_below(data / "checkpoints", data / "packs")
+    assert {fields["bytes"] for fields in told["checkpoint shipped"]} == {made["bytes"]}
+    segments = sorted((data / "wal").glob("segment-*"))
+    assert {fields["path"] for fields in told["sealed"]} >= {str(path) for path in segments}
+    uploaded, shipped = ({each["seq_last"] for each in told[name]} for name in ("uploaded", "shipped"))
+    assert uploaded == shipped
+    (restored,) = told["restored"]
+    assert restored["bytes"] > 0
+    assert restored["path"] == str(tmp_path / "restored")
+    documented = (ROOT / "docs/operating/metrics.md").read_text()
+    for event in told:
+        if event != "claimed":
+            assert f"`{event}`" in documented, event
 
 
 def test_the_age_of_changes_is_that_of_the_oldest(tmp_path: Path) -> None:

@@ -9,20 +9,18 @@ hangs it, is a failure like a wrong answer.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-import signal
 import struct
-import sys
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.asked import Asked, in_a_child, prefixes_of, value_or_none
 
 import lowwater
 from lowwater.engine.chain import create_entry
@@ -39,8 +37,6 @@ from lowwater.errors import LowwaterError
 
 FLIPS = int(os.environ.get("PAGE_FLIPS", "60"))
 SEED = 20_261_119
-# Nothing here takes so long, on whatever machine.
-HANGS_AFTER_S = 600
 KEYS = 2400
 BUCKET = "b"
 
@@ -159,38 +155,6 @@ def flip(path: str, bit: int) -> None:
 # ---------------------------------------------------------------------------- what is asked
 
 
-class Asked:
-    """Answers that were compared: how many were typed errors, and all that were wrong."""
-
-    def __init__(self) -> None:
-        self.detected: list[str] = []
-        self.wrong: list[str] = []
-
-    def ask(self, what: str, call: Callable[[], object], expected: object) -> None:
-        try:
-            found = call()
-        except LowwaterError as error:
-            self.detected.append(f"{what}: {type(error).__name__}: {error}")
-            if not error.hint:
-                self.wrong.append(f"{what}: no hint: {error}")
-        except Exception:  # noqa: BLE001 — whatever it is, it is no answer
-            self.wrong.append(f"{what}: {traceback.format_exc()[-900:]}")
-        else:
-            if found != expected:
-                self.wrong.append(f"{what}: another answer")
-
-
-def listed(db: lowwater.Database) -> list[str]:
-    found: list[str] = []
-    after = None
-    while True:
-        page = db.list(BUCKET, "", "/", after, 3)
-        found += page.prefixes
-        after = page.next
-        if after is None:
-            return found
-
-
 def ask_all(path: str, model: Model, root: str | None, asked: Asked) -> None:
     """Open, ask for everything, and close."""
     try:
@@ -203,12 +167,12 @@ def ask_all(path: str, model: Model, root: str | None, asked: Asked) -> None:
     try:
         for number in range(KEYS):
             key = key_of(number)
-            asked.ask("get", lambda key=key: value_or_none(db, key), model.get(key))  # type: ignore[misc]
+            asked.ask("get", lambda key=key: value_or_none(db, BUCKET, key), model.get(key))  # type: ignore[misc]
         rows = [(key, model[key]) for key in sorted(model)]
         asked.ask("scan", lambda: [(each.key, each.value) for each in db.scan(BUCKET)], rows)
         part = [(key, value) for key, value in rows if key.startswith("3/")]
         asked.ask("scan of a part", lambda: [(e.key, e.value) for e in db.scan(BUCKET, "3/")], part)
-        asked.ask("list", lambda: listed(db), sorted({key[:2] for key in model}))
+        asked.ask("list", lambda: prefixes_of(db, BUCKET), sorted({key[:2] for key in model}))
         if root is not None:
             asked.ask("root", db.root, root)
         for finding in db.check():
@@ -218,13 +182,6 @@ def ask_all(path: str, model: Model, root: str | None, asked: Asked) -> None:
             db.close()
         except LowwaterError as error:
             asked.detected.append(f"close: {type(error).__name__}: {error}")
-
-
-def value_or_none(db: lowwater.Database, key: str) -> bytes | None:
-    try:
-        return db.get(BUCKET, key).value
-    except lowwater.errors.NotFound:
-        return None
 
 
 def write_more(path: str, model: Model, asked: Asked) -> Model:
@@ -248,41 +205,14 @@ def write_more(path: str, model: Model, asked: Asked) -> Model:
 
 def child(path: str, model: Model, root: str) -> dict[str, Any]:
     asked = Asked()
-    try:
-        ask_all(path, model, root, asked)
-        if not any(each.startswith("open") for each in asked.detected):
-            # Without an acknowledged write that is lost, whatever was refused on the way.
-            before = len(asked.detected)
-            model = write_more(path, model, asked)
-            if not any(each.startswith("write") for each in asked.detected[before:]):
-                ask_all(path, model, None, asked)
-    except Exception:  # noqa: BLE001 — the same
-        asked.wrong.append(traceback.format_exc()[-900:])
-    return {"wrong": asked.wrong[:3], "detected": asked.detected[:3]}
-
-
-def in_a_child(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What this returns, or how the process ended that it ran in."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(reading)
-            signal.alarm(HANGS_AFTER_S)
-            data = json.dumps(run()).encode()
-            with os.fdopen(writing, "wb") as pipe:
-                pipe.write(data)
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return {"wrong": [f"ended by {signal.Signals(os.WTERMSIG(status)).name}"], "detected": []}
-    found: dict[str, Any] = json.loads(data) if data else {"wrong": ["no answer"], "detected": []}
-    return found
+    ask_all(path, model, root, asked)
+    if not any(each.startswith("open") for each in asked.detected):
+        # Without an acknowledged write that is lost, whatever was refused on the way.
+        before = len(asked.detected)
+        model = write_more(path, model, asked)
+        if not any(each.startswith("write") for each in asked.detected[before:]):
+            ask_all(path, model, None, asked)
+    return asked.told()
 
 
 # ---------------------------------------------------------------------------- tests
@@ -312,7 +242,7 @@ def test_a_flipped_bit_in_a_closed_file_gives_right_answers_or_typed_errors(
         if is_purged:
             forget_beginning(damaged)
         flip(f"{damaged}/pages/data.mdb", bit)
-        found = in_a_child(lambda: child(damaged, model, root))
+        found = in_a_child(partial(child, damaged, model, root))
         made_again = any(name.startswith("pages.damaged") for name in os.listdir(damaged))
         if found["wrong"]:
             missed.append(f"bit {bit} ({where}): {found}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +19,8 @@ from lowwater.engine.check import Finding, check_directory_steps
 from lowwater.engine.directory import read_names
 from lowwater.engine.entries import Put
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.real import RealFiles
+from lowwater.errors import Closed, LowwaterError
 
 
 def open_log(files: FaultyFiles) -> Log:
@@ -100,3 +107,78 @@ def test_what_is_purged_while_somebody_checks_is_not_missing(removed: int) -> No
     next(steps)
     files.remove(segments[removed + 3].path)
     assert [each.where for each in steps if isinstance(each, Finding)][:1] == [segments[removed + 3].path]
+
+
+def four_segments(path: Path) -> tuple[Log, list[int]]:
+    """A log on the disk, and the last seq of each of its segments."""
+    log = Log.open(path, options=LogOptions(segment_bytes=65536))
+    lasts = []
+    for number in range(4):
+        log.append(Put("b", f"k{number}", b"."))
+        log.seal()
+        lasts.append(log.seq_last)
+    log.wal.store.seal_all()
+    return log, lasts
+
+
+def when_one_is_removed(monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]) -> None:
+    """Before the first removal."""
+    remove, calls = RealFiles.remove, [call]
+
+    def removing(files: RealFiles, path: str) -> None:
+        if calls:
+            calls.pop()()
+        remove(files, path)
+
+    monkeypatch.setattr(RealFiles, "remove", removing)
+
+
+def test_two_that_purge_at_once_leave_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As retention and a caller do. Who is killed in between would find a log that cannot be opened."""
+    log, lasts = four_segments(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    other = threading.Thread(target=log.purge, args=(lasts[2],))
+
+    def purge_more() -> None:
+        other.start()
+        other.join(0.5)
+        assert sorted(os.listdir(tmp_path)) == before
+
+    when_one_is_removed(monkeypatch, purge_more)
+    log.purge(lasts[0])
+    other.join()
+    log.close()
+    with Log.open(tmp_path) as log:
+        assert [entry.seq for entry in log.read()] == [lasts[2] + 1, lasts[3]]
+
+
+def test_what_could_not_be_removed_goes_before_what_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there would be a gap behind it."""
+    log, lasts = four_segments(tmp_path)
+    first, *others = sorted(name for name in os.listdir(tmp_path) if name.startswith("segment-"))
+
+    def fail() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    when_one_is_removed(monkeypatch, fail)
+    with pytest.raises(LowwaterError):
+        log.purge(lasts[0])
+    when_one_is_removed(monkeypatch, fail)
+    with pytest.raises(LowwaterError):
+        log.purge(lasts[1])
+    assert {first, *others} <= set(os.listdir(tmp_path))
+    log.purge(lasts[2])
+    assert [name for name in os.listdir(tmp_path) if name.startswith("segment-")] == others[-1:]
+    log.close()
+
+
+def test_a_log_that_is_closed_purges_nothing(tmp_path: Path) -> None:
+    """Its directory may be another process's by now."""
+    log, lasts = four_segments(tmp_path)
+    log.close()
+    before = os.listdir(tmp_path)
+    with pytest.raises(Closed):
+        log.purge(lasts[2])
+    assert os.listdir(tmp_path) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from lowwater.engine.chain import settings_entry
 from lowwater.engine.directory import CURRENT
 from lowwater.engine.entries import Delete, Put
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.real import RealFiles
 from lowwater.engine.wal import Wal
 from lowwater.errors import Busy, Closed, InputError, NotFound
 
@@ -868,3 +870,33 @@ def test_a_simulation_and_a_program_write_the_same_bytes(tmp_path: Path) -> None
         contents.append([(name, seams.files.open(f"{directory}/{name}").read_at(0, 10**6)) for name in names])
     assert contents[0] == contents[1]
     assert len(contents[0]) > 2
+
+
+def test_no_footer_is_begun_before_the_name_of_its_segment_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss may take the name back. What is in the current segment then ends with its last frame."""
+    path, crashed = tmp_path / "log", tmp_path / "crashed"
+    sync = RealFiles.sync_directory
+
+    def syncing(files: RealFiles, directory: str) -> None:
+        if not (path / CURRENT).exists() and not crashed.exists():
+            sealer = threading.Thread(target=log.wal.store.seal_all)
+            sealer.start()
+            sealer.join(0.5)
+            shutil.copytree(path, crashed)
+            (complete,) = (
+                each for each in crashed.iterdir() if each.name.startswith(("sealing-", "segment-"))
+            )
+            complete.rename(crashed / CURRENT)
+        sync(files, directory)
+
+    with Log.open(path) as log:
+        log.append(Put("b", "k", b"."))
+        monkeypatch.setattr(RealFiles, "sync_directory", syncing)
+        log.seal()
+        last = log.seq_last
+    assert crashed.exists()
+    with Log.open(crashed) as log:
+        assert log.seq_last == last
+        assert list(log.check()) == []

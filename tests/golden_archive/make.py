@@ -85,6 +85,8 @@ def main() -> None:
     # Of what is all alike, the first and the last.
     kept = [name for name in objects.data if name.startswith(KEPT)]
     kept += [segments[0], segments[-1], newest.name]
+    assert archive.states.seen is not None
+    kept += [names.state_name(1), names.state_name(archive.states.seen.number)]
     for name in kept:
         path = f"{HERE}/archive/{name}"
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, opened, ship
 
+import lowwater
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.engine.failpoints import registry
 from lowwater.engine.origin import ORIGIN, read_origin
-from lowwater.errors import Fenced, InputError
+from lowwater.engine.real import ThreadRunner, ThreadTask
+from lowwater.engine.seams import Step
+from lowwater.errors import Corrupt, Fenced, InputError
 from lowwater.recovery.opening import open_restored
 from lowwater.recovery.restore import restore_with
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
-from lowwater.tiering.names import segment_name
+from lowwater.tiering.names import STATES, segment_name
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 
@@ -54,6 +59,14 @@ def shipped(objects: MemoryObjects) -> tuple[Any, Place]:
         db.put("b", f"k{number:04}", b"tail %d" % number)
     ship(db, place)
     return db, place
+
+
+def unpublish_newest(objects: MemoryObjects) -> None:
+    """As if whoever shipped it had died before it could say so."""
+    newest = open_archive(MemoryStore(objects=objects)).newest()
+    assert newest is not None
+    objects.remove(newest.name)
+    objects.remove(max(name for name in objects.data if name.startswith(STATES)))
 
 
 def test_a_restored_line_goes_on_and_ships_and_its_parent_is_fenced() -> None:
@@ -129,6 +142,34 @@ def test_a_clone_is_a_cluster_of_its_own_and_leaves_the_archive_alone() -> None:
     ship(db, place)
 
 
+def test_pages_are_written_although_the_flusher_runs_before_all_else_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step finds pages away. If that ended it, nothing would say so, and memory would fill."""
+    config = {"engine": {"checkpoint_interval_s": 0.01, "pool_bytes_max": "1 MiB"}}
+    uri, clone = f"file://{tmp_path}/archive", tmp_path / "clone"
+    with lowwater.open(tmp_path / "data", tier=uri, config=config) as db:
+        db.create_bucket("b")
+        for group in range(100):
+            db.put_many("b", [(f"{group:03}/{number}", b"x" * 600) for number in range(20)])
+        db.checkpoint()
+        db.put_many("b", [(f"{group:03}/0", b"later") for group in range(100)])
+        db.ship()
+    lowwater.restore(uri, clone, clone=True)
+    start = ThreadRunner.start
+
+    def start_and_give_way(runner: ThreadRunner, name: str, step: Step) -> ThreadTask:
+        task = start(runner, name, step)
+        if name == "engine-flusher":
+            time.sleep(0.3)
+        return task
+
+    monkeypatch.setattr(ThreadRunner, "start", start_and_give_way)
+    with lowwater.open(clone, config=config) as db:
+        db.flush()
+        assert db._task.error is None
+
+
 def test_warming_brings_everything_once() -> None:
     """In the background, and it is remembered."""
     objects = MemoryObjects()
@@ -186,9 +227,8 @@ def test_segments_beyond_the_newest_manifest_are_taken_and_recorded_again(lost: 
     db, _ = shipped(objects)
     expected = content(db)
     seq = db.catalogue.hwm
-    manifests = sorted(name for name in objects.data if name.startswith("manifest/0"))
-    for name in manifests[-lost:]:
-        objects.remove(name)
+    for _ in range(lost):
+        unpublish_newest(objects)
     again = Restoring(objects, 1)
     done = again.restore()
     assert done.seq == seq
@@ -211,8 +251,7 @@ def test_the_chain_ends_where_a_segment_is_missing() -> None:
     objects = MemoryObjects()
     db, _ = shipped(objects)
     last = db.catalogue.segments[-1]
-    manifests = sorted(name for name in objects.data if name.startswith("manifest/0"))
-    objects.remove(manifests[-1])
+    unpublish_newest(objects)
     other = MemoryObjects()
     again = Restoring(objects, 1)
     for name, data in objects.data.items():
@@ -341,3 +380,60 @@ def test_a_copy_of_what_was_recorded_as_shipped_after_it_is_restored() -> None:
         again = Restoring(objects, 1)
         assert again.restore(clone=True, full=full).checkpoint_seq == checkpointed
         assert content(again.open()) == expected
+
+
+@pytest.mark.parametrize("who", ["the same", "restored"])
+def test_an_archive_of_before_gets_its_states_when_it_is_shipped_to(who: str) -> None:
+    """The first one names what lists have shown then; and whoever had the log before is fenced as ever."""
+    objects = MemoryObjects()
+    db, place = shipped(objects)
+    before = open_archive(MemoryStore(objects=objects)).newest()
+    assert before is not None
+    db.close()
+    for name in [name for name in objects.data if name.startswith(STATES)]:
+        objects.remove(name)
+    assert open_archive(MemoryStore(objects=objects)).newest() == before
+    again = Restoring(objects, 1)
+    if who == "restored":
+        again.restore()
+        db, place = again.open(), again.place
+    else:
+        place.pages.reopen()
+        db = opened(place, MemoryStore(objects=objects))
+    db.put("b", "new", b"n")
+    ship(db, place)
+    expected = content(db)
+    db.close()
+    archive = open_archive(MemoryStore(objects=objects))
+    assert archive.states.read(1).manifest == before.name
+    newest = archive.newest()
+    assert newest is not None
+    assert archive.states.seen is not None
+    assert archive.states.seen.manifest == newest.name
+    assert [
+        each for each in Scrub(MemoryStore(objects=objects), deep=True).findings() if each.severity != "note"
+    ] == []
+    third = Restoring(objects, 2)
+    third.restore()
+    assert content(third.open()) == expected
+
+
+def test_a_newest_manifest_that_is_gone_is_written_again_by_its_own_log() -> None:
+    """Nobody else can go on meanwhile: a state says that it is there."""
+    objects = MemoryObjects()
+    db, place = shipped(objects)
+    db.close()
+    newest = open_archive(MemoryStore(objects=objects)).newest()
+    assert newest is not None
+    objects.remove(newest.name)
+    with pytest.raises(Corrupt, match="the newest manifest is gone"):
+        Restoring(objects, 1).restore()
+    place.pages.reopen()
+    db = opened(place, MemoryStore(objects=objects))
+    db.put("b", "new", b"n")
+    ship(db, place)
+    assert objects.data[newest.name] == newest.encode()
+    expected = content(db)
+    again = Restoring(objects, 2)
+    again.restore()
+    assert content(again.open()) == expected

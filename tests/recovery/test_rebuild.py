@@ -87,8 +87,17 @@ def zero(path: str) -> None:
     os.truncate(data, size)
 
 
-@pytest.mark.parametrize("damage", [lose, lose_data, cut, zero])
-@pytest.mark.parametrize("with_checkpoint", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "with_checkpoint"),
+    [
+        (lose, True),
+        (cut, False),
+        pytest.param(lose_data, True, marks=pytest.mark.slow),
+        pytest.param(zero, False, marks=pytest.mark.slow),
+        *(pytest.param(each, False, marks=pytest.mark.long) for each in (lose, lose_data)),
+        *(pytest.param(each, True, marks=pytest.mark.long) for each in (cut, zero)),
+    ],
+)
 def test_pages_of_a_purged_log_come_back_by_themselves(
     path: str, uri: str, with_checkpoint: bool, damage: Callable[[str], None]
 ) -> None:

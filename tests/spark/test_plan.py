@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -193,6 +194,7 @@ def test_an_archive_to_which_nothing_was_shipped_is_an_error(tmp_path: Path) -> 
         db.ship()
     for manifest in (tmp_path / "archive" / "manifest").glob("*/*.cbor"):
         manifest.unlink()
+    shutil.rmtree(tmp_path / "archive" / "states")
     error = error_of(NotFound, tmp_path / "archive", "nothing was shipped")
     assert error.path == f"file://{tmp_path}/archive"
 

@@ -25,7 +25,7 @@ from lowwater.engine.requests import members_of
 from lowwater.engine.scan import scan_frames
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryStore
-from lowwater.tiering.names import EPOCHS, parse, segment_name
+from lowwater.tiering.names import EPOCHS, STATES, parse, segment_name
 from lowwater.tiering.opening import TierOptions, open_tiered
 from lowwater.tiering.retention import RetentionOptions
 from lowwater.tiering.scrub import Scrub
@@ -106,7 +106,12 @@ class TieredMachine(Machine):
 
 def shared(objects: dict[str, bytes]) -> dict[str, bytes]:
     """What is a function of the log."""
-    return {name: data for name, data in objects.items() if not name.startswith(EPOCHS)}
+    return {name: data for name, data in but_states(objects).items() if not name.startswith(EPOCHS)}
+
+
+def but_states(objects: dict[str, bytes]) -> dict[str, bytes]:
+    """What all regions have alike: a claim is in the states of the one that it was made in."""
+    return {name: data for name, data in objects.items() if not name.startswith(STATES)}
 
 
 def objects_of(server: FaultyStore) -> dict[str, bytes]:

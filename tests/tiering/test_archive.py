@@ -68,6 +68,7 @@ def test_the_document_has_the_fields_that_the_code_has() -> None:
     assert tuple(column("Whose it is")) == objects.FIELDS["archive"]
     assert tuple(column("Manifests")) == objects.FIELDS["manifest"]
     assert tuple(column("Epochs")) == objects.FIELDS["epoch"]
+    assert tuple(column("States")) == objects.FIELDS["state"]
     for number, made in enumerate((SegmentDescriptor, CheckpointDescriptor, Fork)):
         assert tuple(column("Records", number)) == made._fields
     head = catalogue.ListHead([], [], [])
@@ -86,7 +87,7 @@ def test_the_document_has_the_fields_that_the_code_has() -> None:
 def test_the_document_has_the_names_that_the_code_has() -> None:
     """Each is what the golden archive has an object of."""
     parts = {"<epoch>": r"\d{10}", "<hash:16>": "[0-9a-f]{16}", "<hash>": "[0-9a-f]{64}"}
-    parts |= dict.fromkeys(("<first>", "<last>", "<seq>"), r"\d{20}")
+    parts |= dict.fromkeys(("<first>", "<last>", "<seq>", "<number>"), r"\d{20}")
     found = {}
     for name, kind, *_ in table("Names"):
         pattern = re.escape(name)
@@ -159,7 +160,9 @@ def bad(name: str, data: bytes) -> None:
     assert caught.value.path.endswith(name)
 
 
-@pytest.mark.parametrize("kind", ["cluster", "epoch", "segment", "manifest", "chunk", "checkpoint", "pack"])
+@pytest.mark.parametrize(
+    "kind", ["cluster", "epoch", "state", "segment", "manifest", "chunk", "checkpoint", "pack"]
+)
 def test_every_flipped_byte_is_found(kind: str) -> None:
     """In objects of every type, in raw and in compressed segments, in their zeros too."""
     rng = random.Random(kind)
@@ -269,7 +272,7 @@ def test_the_newest_manifest_is_found(seqs: list[tuple[int, int]], page: int) ->
         newest = archive.newest()
         assert (None if newest is None else (newest.epoch, newest.seq)) == max(seqs, default=None)
         epochs = {epoch for epoch, _ in seqs}
-        assert names.newest_epoch(store) == max(epochs, default=0)
+        assert names.listed_epoch(store) == max(epochs, default=0)
     for epoch in (0, 2, 500):
         above = {parsed.epoch for parsed in map(names.parse, names.epochs_above(store, epoch)) if parsed}
         assert above == {each for each in epochs if each > epoch}

@@ -18,6 +18,7 @@ from lowwater.tiering import names
 from lowwater.tiering.archive import Archive, open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.objects import EpochClaim
+from lowwater.tiering.states import States
 from lowwater.tiering.verify import ObjectFile, verify_object
 
 Pair = Callable[[MemoryObjects], list[Line]]
@@ -288,11 +289,28 @@ def test_a_claim_names_the_manifest_that_it_follows(monkeypatch: pytest.MonkeyPa
     line.db.close()
 
 
-@pytest.mark.parametrize("step", ["the list after publishing", "the second look", "what is missing"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_lists_alone_stop_one_of_two(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is with a store that keeps no name which is taken, and with older versions."""
+    monkeypatch.setattr(States, "newest", lambda _: None)
+    monkeypatch.setattr(Archive, "have_count", lambda *_: None)
+    monkeypatch.setattr(Archive, "_append_claim", lambda *_: True)
+    run_with_two_switches(pair, 0, 3)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_without_lists_one_of_two_is_stopped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a hint where to begin, and the error's, who goes on."""
+    monkeypatch.setattr(MemoryStore, "list", lambda *_: iter(()))
+    run_with_two_switches(pair, 0, 3)
+
+
+@pytest.mark.parametrize("step", ["the look after publishing", "the second look", "what is missing"])
 def test_without_any_of_its_steps_two_go_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that has never failed proves nothing."""
-    if step == "the list after publishing":
+    if step == "the look after publishing":
         monkeypatch.setattr(Archive, "require_epoch", lambda *_: None)
+        monkeypatch.setattr(Archive, "_require_ours", lambda *_: None)
     elif step == "the second look":
         real = Archive._require_past
         looked: set[Archive] = set()

@@ -178,7 +178,7 @@ def test_a_folder_that_may_not_be_written_is_opened_to_be_read() -> None:
     files.open("/store/a", create=True).write_at(0, [b"x"])
     store = FolderStore("/store", files=files)
     assert store.read("a") == b"x"
-    for call in (lambda: put(store, "b", b""), lambda: store.delete("a")):
+    for call in (lambda: put(store, "b", b""), lambda: store.delete("a"), lambda: store.copy("a", "b")):
         with pytest.raises(StoreReadOnly):
             call()
 

@@ -6,7 +6,9 @@ import os
 import random
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,11 +36,27 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def opened(disk: Path, tmp_path: Path) -> Database:
+def cached_bytes(disk: Path) -> int:
+    """Files come and go meanwhile."""
+    size = 0
+    for each in (disk / "data" / "cache").iterdir():
+        with suppress(FileNotFoundError):
+            size += each.stat().st_size
+    return size
+
+
+def take_all_but(disk: Path, left_bytes: int) -> None:
+    """Somebody else writes, beside a database that goes on by itself."""
+    with open(disk / "other", "wb", buffering=0) as file, suppress(OSError):
+        while free_bytes(disk) > left_bytes:
+            file.write(bytes(64 * 1024))
+
+
+def opened(disk: Path, tmp_path: Path, **engine: Any) -> Database:
     return lowwater.open(
         disk / "data",
         tier=f"file://{tmp_path}/archive",
-        config={"engine": {"disk_reserve_bytes": RESERVE}, "wal": {"rotate_max_bytes": 8 * MIB}},
+        config={"engine": {"disk_reserve_bytes": RESERVE, **engine}, "wal": {"rotate_max_bytes": 8 * MIB}},
     )
 
 
@@ -70,17 +88,16 @@ def test_reading_old_values_takes_no_room_from_writes(disk: Path, tmp_path: Path
     with opened(disk, tmp_path) as db:
         last = filled(db, rng)
         read_all(db, last)
-        cached = sum(each.stat().st_size for each in (disk / "data" / "cache").iterdir())
+        cached = cached_bytes(disk)
         assert cached > 10 * MIB
         assert free_bytes(disk) > RESERVE
         for _ in range(5):
             db.put("b", "now", rng.randbytes(VALUE_BYTES))
         # Somebody else takes all but the reserve: what is cached goes, and writes go on.
-        with open(disk / "other", "wb") as file:
-            file.write(bytes(free_bytes(disk) - RESERVE // 2))
+        take_all_but(disk, RESERVE // 2)
         # The room that the cache had is what they are in.
         number = 0
-        while sum(each.stat().st_size for each in (disk / "data" / "cache").iterdir()) >= cached:
+        while cached_bytes(disk) >= cached:
             db.put("b", f"more {number % 20}", b"x" * 10_000)
             number += 1
         read_all(db, last)
@@ -88,10 +105,27 @@ def test_reading_old_values_takes_no_room_from_writes(disk: Path, tmp_path: Path
     os.unlink(disk / "other")
     with opened(disk, tmp_path) as db:
         read_all(db, last)
-        with open(disk / "other", "wb") as file:
-            file.write(bytes(free_bytes(disk) - RESERVE // 2))
+        take_all_but(disk, RESERVE // 2)
     # A former life's cache gives way when it is opened.
     with opened(disk, tmp_path) as db:
         db.put("b", "again", b"1")
         assert db.get("b", "after").value == b"1"
         assert list(db.check()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_pages_that_have_no_room_get_that_of_the_cache(disk: Path, tmp_path: Path) -> None:
+    """Somebody else has taken the reserve as well, since the file system was asked last."""
+    rng = random.Random(2)
+    with opened(disk, tmp_path, checkpoint_interval_s=None) as db:
+        last = filled(db, rng)
+        read_all(db, last)
+        db.put_many("b", [(f"{number:05}", b"x" * 200) for number in range(20_000)])
+        take_all_but(disk, MIB // 4)
+        db.flush()
+        db.put("b", "after", b"1")
+        assert list(db.check()) == []
+    with opened(disk, tmp_path) as db:
+        assert db.get("b", "after").value == b"1"
+        assert len(list(db.scan("b"))) == 20_000 + 10 + 1

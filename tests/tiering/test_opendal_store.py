@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiering.moto_server import boto_client, pending_uploads
-from tests.tiering.s3_proxy import Answer, Request, Rule, S3Proxy, proxied
+from tests.tiering.proxy import Answer, Proxy, Request, Rule, keep_conditions, proxied
+from tests.tiering.servers import boto_client, pending_uploads
 
 from lowwater.chaos.clock import SeededRandomness
 from lowwater.config import TierConfig
 from lowwater.engine.real import RealClock, RealRandomness
 from lowwater.errors import (
+    Closed,
     InvalidConfig,
     LowwaterError,
+    StoreCorrupt,
     StoreDenied,
     StoreMissing,
     StoreReadOnly,
@@ -35,7 +38,7 @@ from lowwater.tiering.testing.store import LARGE_BYTES, Place, StoreConformance,
 
 
 @pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[S3Proxy]:
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
     with proxied(s3_server) as proxy:
         yield proxy
 
@@ -70,8 +73,8 @@ class TestS3StoreThatKeepsConditions(StoreConformance):
     """As S3 itself: it refuses to write over an object."""
 
     @pytest.fixture
-    def place(self, proxy: S3Proxy, prefix: str) -> Place:
-        proxy.rule = proxy.keep_conditions
+    def place(self, proxy: Proxy, s3_server: S3Server, prefix: str) -> Place:
+        proxy.rule = keep_conditions(s3_server)
 
         def opened() -> Store:
             store = open_store(proxy.server.uri(prefix), options=proxy.options)
@@ -92,6 +95,80 @@ def test_what_the_server_does_not_refuse_this_side_looks_for(
     assert not store.refuses_to_overwrite
     assert put(store, "x", b"3") is False
     assert store.read("x") == b"2"
+
+
+class TestS3StoreWithoutRanges(StoreConformance):
+    """It answers as the others do."""
+
+    @pytest.fixture
+    def place(self, s3_server: S3Server, prefix: str) -> Place:
+        config = TierConfig(ranged_reads=False)
+        return lambda: open_store(s3_server.uri(prefix), options=s3_server.options, config=config)
+
+
+def test_without_ranges_an_object_is_asked_for_once_and_as_a_whole(proxy: Proxy, prefix: str) -> None:
+    """Whatever is wanted of it; and again where it turned out wrong."""
+    config = TierConfig(ranged_reads=False)
+    store = open_store(proxy.server.uri(prefix), options=proxy.options, config=config)
+    data = pattern(1_000_000)
+    put(store, "a", data)
+    proxy.requests.clear()
+    proxy.rule = lambda request: Answer(flip=8 * 500) if request.method == "GET" else None
+    assert store.read("a", 999_000) == data[999_000:]
+    wrong = store.read("a", 400, 600)
+    assert wrong != data[400:600]
+    assert len(wrong) == 200
+    assert len(proxy.requests) == 1
+    proxy.rule = None
+    assert store.read("a", 400, 600) == data[400:600]
+    assert store.read("a", 0, 100) == data[:100]
+    assert store.read("a", 600, 2_000_000) == data[600:]
+    assert [request.method for request in proxy.requests] == ["GET", "GET"]
+
+
+def test_a_copy_is_made_by_the_server(proxy: Proxy, prefix: str) -> None:
+    """No byte of it comes here and goes back."""
+    store = open_store(proxy.server.uri(prefix), options=proxy.options)
+    data = pattern(LARGE_BYTES)
+    store.write("a", [data], size=len(data))
+    proxy.requests.clear()
+    assert store.copy("a", "b") is True
+    sent = [request for request in proxy.requests if request.method != "HEAD"]
+    assert [(request.method, request.size) for request in sent] == [("PUT", 0)]
+    assert store.read("b") == data
+
+
+@pytest.mark.parametrize("status", [405, 501])
+def test_where_the_server_copies_nothing_the_bytes_pass_through_here(
+    proxy: Proxy, prefix: str, status: int
+) -> None:
+    """A copy of what was asked for is wanted, whoever makes it. It is asked once."""
+    store = open_store(proxy.server.uri(prefix), options=proxy.options)
+    data = pattern(1_000_000)
+    put(store, "a", data)
+    answers: list[Request] = []
+
+    def refuse(request: Request) -> Answer | None:
+        is_copy = request.method == "PUT" and not request.size
+        if is_copy:
+            answers.append(request)
+        return Answer(status, "NotImplemented", "We do not do this") if is_copy else None
+
+    proxy.rule = refuse
+    assert store.copy("a", "b") is True
+    assert store.copy("a", "c") is True
+    assert store.read("b") == store.read("c") == data
+    assert len(answers) == 1
+
+
+def test_a_copy_that_was_not_made_is_found_out(proxy: Proxy, prefix: str) -> None:
+    """Who removes the other one because of it loses both."""
+    store = open_store(proxy.server.uri(prefix), options=proxy.options)
+    put(store, "a", b"0123456789")
+    done = b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>"
+    proxy.rule = lambda r: Answer(200, content=done) if r.method == "PUT" and not r.size else None
+    with pytest.raises(StoreCorrupt, match="copied"):
+        store.copy("a", "b")
 
 
 def test_another_client_reads_and_lists_what_was_written(
@@ -131,7 +208,7 @@ def test_a_write_that_fails_half_way_leaves_no_upload(
 
 
 def test_a_list_of_many_objects_comes_in_pages(
-    proxy: S3Proxy, client: Any, prefix: str, s3_server: S3Server
+    proxy: Proxy, client: Any, prefix: str, s3_server: S3Server
 ) -> None:
     """Each when it is asked for."""
     folder = s3_server.data / BUCKET / prefix / "many"
@@ -147,7 +224,7 @@ def test_a_list_of_many_objects_comes_in_pages(
     assert names(store.list("many/", "many/02498")) == ["many/02499"]
 
 
-def test_a_range_costs_one_request(proxy: S3Proxy, prefix: str) -> None:
+def test_a_range_costs_one_request(proxy: Proxy, prefix: str) -> None:
     """Cold reads are counted in requests."""
     store = open_store(proxy.server.uri(prefix), options=proxy.options)
     put(store, "a", bytes(10_000))
@@ -190,7 +267,7 @@ def sleeper() -> Sleeper:
 
 
 @pytest.fixture
-def behind(proxy: S3Proxy, prefix: str, sleeper: Sleeper) -> OpenDalStore:
+def behind(proxy: Proxy, prefix: str, sleeper: Sleeper) -> OpenDalStore:
     """A store behind the proxy, with something in it."""
     store = open_store(
         proxy.server.uri(prefix), options=proxy.options, sleep=sleeper, randomness=SeededRandomness(1)
@@ -211,7 +288,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
 @pytest.mark.parametrize("method", CALLS)
 @pytest.mark.parametrize("status", [405, 411, 414, 415, 501, 505])
 def test_what_the_server_never_does_is_not_asked_again(
-    proxy: S3Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str, status: int
+    proxy: Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str, status: int
 ) -> None:
     """Neither the network nor time will change it: the server, or what stands before it, has to."""
     proxy.rule = failing(method, Answer(status, "NotImplemented", "We do not do this"), times=100)
@@ -224,7 +301,7 @@ def test_what_the_server_never_does_is_not_asked_again(
 @pytest.mark.parametrize("method", CALLS)
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda answer: answer.code)
 def test_what_may_pass_is_tried_again_a_little_later_each_time(
-    proxy: S3Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str, trouble: Answer
+    proxy: Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str, trouble: Answer
 ) -> None:
     """And counted."""
     proxy.rule = failing(method, trouble, times=4)
@@ -237,7 +314,7 @@ def test_what_may_pass_is_tried_again_a_little_later_each_time(
 
 @pytest.mark.parametrize("method", CALLS)
 def test_what_does_not_pass_is_an_error_after_a_while(
-    proxy: S3Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str
+    proxy: Proxy, behind: OpenDalStore, sleeper: Sleeper, method: str
 ) -> None:
     """It says where, what and what to do, and gives no secret away."""
     proxy.rule = failing(method, SLOW_DOWN, times=100)
@@ -285,7 +362,7 @@ def test_a_store_that_cannot_be_used_is_known_when_it_is_opened(
         check_error(caught.value, uri)
 
 
-def test_a_clock_that_is_wrong_is_named(proxy: S3Proxy, prefix: str) -> None:
+def test_a_clock_that_is_wrong_is_named(proxy: Proxy, prefix: str) -> None:
     """S3 only says that it denies."""
     skewed = "The difference between the request time and the current time is too large."
     proxy.rule = lambda request: Answer(403, "RequestTimeTooSkewed", skewed)
@@ -295,9 +372,7 @@ def test_a_clock_that_is_wrong_is_named(proxy: S3Proxy, prefix: str) -> None:
     check_error(caught.value, proxy.server.uri(prefix))
 
 
-def test_a_store_that_may_only_be_read_is_opened_so(
-    proxy: S3Proxy, behind: OpenDalStore, prefix: str
-) -> None:
+def test_a_store_that_may_only_be_read_is_opened_so(proxy: Proxy, behind: OpenDalStore, prefix: str) -> None:
     """Restoring needs no more."""
     denied = Answer(403, "AccessDenied", "Access Denied")
     proxy.rule = lambda request: denied if request.method in ("PUT", "POST", "DELETE") else None
@@ -321,10 +396,13 @@ def test_opening_to_read_writes_nothing(s3_server: S3Server, tmp_path: Path, sle
             open_store(server.uri("p"), options=server.options, sleep=sleeper)
 
 
-def test_who_may_not_delete_leaves_no_object_that_is_listed(proxy: S3Proxy, prefix: str) -> None:
+def test_who_may_not_delete_leaves_no_object_that_is_listed(
+    proxy: Proxy, s3_server: S3Server, prefix: str
+) -> None:
     """Buckets that lock their objects are good archives."""
     denied = Answer(403, "AccessDenied", "Access Denied")
-    proxy.rule = lambda r: denied if r.method == "DELETE" else proxy.keep_conditions(r)
+    keeping = keep_conditions(s3_server)
+    proxy.rule = lambda r: denied if r.method == "DELETE" else keeping(r)
     for _ in range(2):
         store = open_store(proxy.server.uri(prefix), options=proxy.options)
         assert isinstance(store, OpenDalStore)
@@ -333,7 +411,7 @@ def test_who_may_not_delete_leaves_no_object_that_is_listed(proxy: S3Proxy, pref
     assert put(store, "a", b"x")
 
 
-def test_an_answer_that_is_cut_off_is_no_answer(proxy: S3Proxy, behind: OpenDalStore) -> None:
+def test_an_answer_that_is_cut_off_is_no_answer(proxy: Proxy, behind: OpenDalStore) -> None:
     """Nobody gets half an object for a whole one."""
     for start, end in ((0, None), (2, 9), (2, 100)):
         proxy.rule = failing("GET", Answer(cut=3), times=2)
@@ -341,19 +419,22 @@ def test_an_answer_that_is_cut_off_is_no_answer(proxy: S3Proxy, behind: OpenDalS
     assert behind.retries.repeated >= 4
 
 
-def test_a_write_whose_answer_is_lost_is_there(proxy: S3Proxy, behind: OpenDalStore) -> None:
+def test_a_write_whose_answer_is_lost_is_there(
+    proxy: Proxy, s3_server: S3Server, behind: OpenDalStore
+) -> None:
     """With a condition, the second attempt finds the first."""
     proxy.rule = failing("PUT", Answer(500, "InternalError", forward=True), times=1)
     assert put(behind, "new", b"x") is True
     assert behind.read("new") == b"x"
     behind.refuses_to_overwrite = True
     lost = failing("PUT", Answer(500, "InternalError", forward=True), times=1)
-    proxy.rule = lambda request: lost(request) or proxy.keep_conditions(request)
+    keeping = keep_conditions(s3_server)
+    proxy.rule = lambda request: lost(request) or keeping(request)
     assert put(behind, "newer", b"y") in (True, False)
     assert behind.read("newer") == b"y"
 
 
-def test_parts_that_fail_are_sent_again(proxy: S3Proxy, behind: OpenDalStore) -> None:
+def test_parts_that_fail_are_sent_again(proxy: Proxy, behind: OpenDalStore) -> None:
     """A large object is not begun again for one of its parts."""
     failed = []
 
@@ -370,7 +451,7 @@ def test_parts_that_fail_are_sent_again(proxy: S3Proxy, behind: OpenDalStore) ->
     assert behind.read("large") == data
 
 
-def test_a_server_that_hangs_is_timed_out(proxy: S3Proxy, prefix: str, sleeper: Sleeper) -> None:
+def test_a_server_that_hangs_is_timed_out(proxy: Proxy, prefix: str, sleeper: Sleeper) -> None:
     """By every call, and nothing waits for ever."""
     config = TierConfig(uri=proxy.server.uri(prefix), options=proxy.options, timeout_ms=300, attempts_max=2)
     store = open_store(config=config, sleep=sleeper)
@@ -431,3 +512,24 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         except ConnectionError:
             return  # refused, or reset while it ends
     raise AssertionError("the server outlived its owner")
+
+
+def test_a_forked_child_is_refused(opened: Callable[..., OpenDalStore], s3_server: S3Server) -> None:
+    """The threads that would ask for it stayed with the parent: it would wait for ever."""
+    store = opened()
+    store.write("a", [b"a"], size=1)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            signal.alarm(60)
+            for call in (lambda: store.read("a"), lambda: list(store.list()), opened):
+                with pytest.raises(Closed, match="forked") as caught:
+                    call()
+                assert "spawn" in caught.value.hint
+            store.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert store.read("a") == b"a"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiering.moto_server import MotoServer, boto_client, pending_uploads
-from tests.tiering.s3_proxy import Answer, Request, proxied
+from tests.tiering.proxy import Answer, Request, proxied
+from tests.tiering.servers import MotoServer, boto_client, pending_uploads, write_until_swept
 from tests.tiering.shipping import Order
 
 import lowwater
@@ -24,7 +24,7 @@ from lowwater.engine.chain import checkpoint_entry
 from lowwater.engine.entries import CreateBucket, Put
 from lowwater.engine.log import LogOptions
 from lowwater.engine.real import RealFiles, RealRandomness
-from lowwater.errors import StoreDenied, UploadGone
+from lowwater.errors import StoreDenied, StoreUnavailable, UploadGone
 from lowwater.tiering.names import segment_name
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
@@ -186,10 +186,11 @@ def test_three_processes_send_the_same_and_one_of_them_is_killed_now_and_then(
         sender.end()
     if isinstance(server, MotoServer):
         return  # which says of all that they began in 2010: nothing may be removed there
-    store = opened(server, prefix, upload_age_max_s=1.0)
-    while pending_uploads(server, prefix):
-        store.delete("now")
-        store.write("now", [b"."], size=1)
+    for number in range(ROUNDS):
+        # An archive removes what was left of its own objects, and nobody else's.
+        hasty = opened(server, f"{prefix}/{number}", upload_age_max_s=1.0)
+        write_until_swept(hasty, server, f"{prefix}/{number}/")
+        hasty.close()
 
 
 @pytest.mark.slow
@@ -278,9 +279,7 @@ def test_what_a_killed_process_left_goes_when_it_is_old_by_the_stores_clock(
     assert patient.write("a", [b"."], size=1)
     assert pending_uploads(s3_server, prefix) == [f"{prefix}/{PACK}"]
     hasty = opened(s3_server, prefix, upload_age_max_s=1.0)
-    while pending_uploads(s3_server, prefix):
-        hasty.delete("b")
-        hasty.write("b", [b"."], size=1)
+    write_until_swept(hasty, s3_server, prefix)
     other = leave_upload(s3_server, f"elsewhere/{prefix}")
     assert other
     hasty.write("c", [b"."], size=1)
@@ -297,18 +296,18 @@ def test_a_store_that_does_not_know_when_uploads_began_keeps_them(
     assert pending_uploads(moto_server, prefix) == [f"{prefix}/{PACK}"]
 
 
-def test_in_a_bucket_without_a_prefix_only_uploads_of_an_archive_go(s3_server: S3Server) -> None:
-    """What else lies in there belongs to somebody else."""
-    theirs = f"theirs-{RealRandomness().token(4).hex()}"
-    ours = "data/packs/" + RealRandomness().token(32).hex() + ".pack"
-    leave_upload(s3_server, theirs)
-    leave_upload(s3_server, ours)
-    store = opened(s3_server, "", upload_age_max_s=1.0)
-    while pending_uploads(s3_server, ours):
-        store.delete("epochs/0000000001-aa.cbor")
-        store.write("epochs/0000000001-aa.cbor", [b"."], size=1)
-    assert pending_uploads(s3_server, theirs) == [theirs]
-    store.delete("epochs/0000000001-aa.cbor")
+@pytest.mark.parametrize("below", ["", "teams/"], ids=["a bucket", "a prefix"])
+def test_only_uploads_of_the_archive_go(s3_server: S3Server, below: str) -> None:
+    """What else lies in there belongs to somebody else, though it be another archive."""
+    mark = RealRandomness().token(4).hex()
+    theirs = [f"{below}theirs-{mark}", f"{below}{mark}/{PACK}"]
+    ours = f"{below}data/packs/" + RealRandomness().token(32).hex() + ".pack"
+    for each in [*theirs, ours]:
+        leave_upload(s3_server, each)
+    store = opened(s3_server, below, upload_age_max_s=1.0)
+    write_until_swept(store, s3_server, ours)
+    assert [pending_uploads(s3_server, each) for each in theirs] == [[each] for each in theirs]
+    store.delete("cluster.cbor")
 
 
 def removing(server: S3Server, times: int) -> Callable[[Request], Answer | None]:
@@ -484,6 +483,29 @@ def test_a_server_that_only_opendal_trusts_gets_its_parts_from_it(
     monkeypatch.setattr(S3Client, "send", refuse)
     store = open_store(s3_server.uri(prefix), options=s3_server.options)
     data = random.Random(4).randbytes(PACK_BYTES)
+    write_verified(store, PACK, lambda: [data], size=len(data))
+    assert store.read(PACK) == data
+
+
+@pytest.mark.parametrize("refused", [("PUT",), ("POST",), ("PUT", "DELETE")], ids=["part", "end", "abort"])
+def test_a_server_that_is_not_trusted_in_the_middle_of_an_upload_ends_it(
+    refused: tuple[str, ...], s3_server: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of several behind an address. What is left of the parts must not become the object."""
+    data = random.Random(5).randbytes(PACK_BYTES)
+    store = open_store(s3_server.uri(prefix), options=s3_server.options)
+    sends = S3Client.send
+
+    def refuse(client: S3Client, connection: Any, method: str, name: Any, query: Any, *rest: Any) -> None:
+        if method in refused and "uploadId" in query:
+            raise NotTrusted("unable to get local issuer certificate")
+        sends(client, connection, method, name, query, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(S3Client, "send", refuse)
+        with pytest.raises(StoreUnavailable, match="local issuer certificate"):
+            store.write(PACK, [data], size=len(data))
+    assert [found.name for found in store.list()] == []
     write_verified(store, PACK, lambda: [data], size=len(data))
     assert store.read(PACK) == data
 

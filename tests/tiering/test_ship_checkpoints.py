@@ -216,7 +216,7 @@ class Keeping:
     def checkpoints_needed(self) -> list[int]:
         return [self.db.ships_seq]
 
-    own_after = 0
+    own_after = cache_bytes = 0
 
     def older_versions(self, *_: Any) -> None: ...
 

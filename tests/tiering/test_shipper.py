@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from tests.engine.engine_model import CLUSTER_ID
-from tests.tiering.shipping import TieredMachine, archived, manifests_of, objects_of, shared, tier_options
+from tests.tiering.shipping import (
+    TieredMachine,
+    archived,
+    but_states,
+    manifests_of,
+    objects_of,
+    shared,
+    tier_options,
+)
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.store import Fault, FaultyStore, Operation
@@ -26,6 +34,7 @@ from lowwater.errors import (
     TimedOut,
 )
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.region import LOOK_AGAIN_S
 
 
 def values_in(frames: list[tuple[int, bytes]]) -> dict[str, bytes]:
@@ -133,7 +142,8 @@ def test_an_upload_that_somebody_removed_is_no_failure() -> None:
 
 
 def test_shipping_does_not_feed_itself() -> None:
-    """What it writes is no reason to seal: an idle database stays idle."""
+    """What it writes is no reason to seal: an idle database stays idle, but for a few questions now and then,
+    whether all that it has shipped is still there."""
     machine = new_machine()
     fill(machine, 0, 3)
     machine.later(60)
@@ -142,7 +152,7 @@ def test_shipping_does_not_feed_itself() -> None:
     operations = machine.server.operations
     machine.later(3600)
     assert objects_of(machine.server) == before
-    assert machine.server.operations == operations
+    assert machine.server.operations - operations <= 5 * 3600 / LOOK_AGAIN_S
     assert machine.db.ship() == machine.db.counted_hwm
     machine.db.close()
 
@@ -583,7 +593,7 @@ def test_with_sync_replication_the_mark_waits_for_both() -> None:
     machine = new_machine(servers=servers, options=tier_options(replicate_sync=True))
     fill(machine, 0, 200)
     hwm = machine.db.ship()
-    assert objects_of(servers[0]) == objects_of(servers[1])
+    assert but_states(objects_of(servers[0])) == but_states(objects_of(servers[1]))
     servers[1].down = True
     fill(machine, 300, 50)
     machine.later(60)
@@ -593,7 +603,7 @@ def test_with_sync_replication_the_mark_waits_for_both() -> None:
     servers[1].down = False
     machine.later(120)
     assert machine.db.counted_hwm > hwm
-    assert objects_of(servers[0]) == objects_of(servers[1])
+    assert but_states(objects_of(servers[0])) == but_states(objects_of(servers[1]))
     archived(servers[1])
     machine.db.close()
 
@@ -617,7 +627,7 @@ def test_with_async_replication_a_region_that_is_down_holds_up_nothing_and_catch
     servers[1].down = False
     machine.later(200)
     assert shared(objects_of(servers[0])) == shared(objects_of(servers[1]))
-    assert objects_of(servers[0]) == objects_of(servers[1])
+    assert but_states(objects_of(servers[0])) == but_states(objects_of(servers[1]))
     archived(servers[1])
     machine.db.close()
 

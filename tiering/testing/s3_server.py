@@ -33,6 +33,17 @@ READY_S = 120.0
 SCRIPT = '"$@" & pid=$!; cat > /dev/null; kill -9 $pid 2> /dev/null; wait $pid 2> /dev/null'
 
 
+# What is set for other databases, and for other servers: proxies that know nothing of this machine, too.
+_SET_FOR_OTHERS = re.compile(r"(LOWWATER|AWS|RCLONE)_.*|(.*_)?proxy", re.IGNORECASE)
+
+
+def forget_other_servers() -> None:
+    """From here on this process, and those that it starts, go by what they are given and not by the
+    environment, which may name a user's bucket."""
+    for name in filter(_SET_FOR_OTHERS.fullmatch, list(os.environ)):
+        del os.environ[name]
+
+
 class S3Server:
     def __init__(
         self,
@@ -64,6 +75,7 @@ class S3Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")},
             # Ctrl-C reaches who uses it, and must find it there while that tidies up.
             start_new_session=True,
         )
@@ -76,12 +88,7 @@ class S3Server:
     @property
     def options(self) -> dict[str, str]:
         """What a client needs beside the URI."""
-        return {
-            "endpoint": self.endpoint,
-            "region": "us-east-1",
-            "access_key_id": ACCESS_KEY_ID,
-            "secret_access_key": SECRET_ACCESS_KEY,
-        }
+        return options_of(self.endpoint)
 
     def uri(self, prefix: str = "", *, bucket: str = BUCKET) -> str:
         return f"s3://{bucket}/{prefix}"
@@ -118,6 +125,16 @@ class S3Server:
         raise StoreUnavailable(
             f"rclone serve s3 did not start: {self.log.read_text('utf-8', 'replace')[-500:]}", path=self.log
         )
+
+
+def options_of(endpoint: str) -> dict[str, str]:
+    """What a client of a server on this machine needs beside a URI."""
+    return {
+        "endpoint": endpoint,
+        "region": "us-east-1",
+        "access_key_id": ACCESS_KEY_ID,
+        "secret_access_key": SECRET_ACCESS_KEY,
+    }
 
 
 def rclone() -> str:

@@ -141,6 +141,8 @@ class StoreConformance:
         assert store.read("large/one", middle - 5, middle + 5) == data[middle - 5 : middle + 5]
         assert store.read("large/one", len(data) - 3, len(data) + 100) == data[-3:]
         assert store.read("large/one") == data
+        assert store.copy("large/one", "large/two") is True
+        assert store.read("large/two") == data
 
     @pytest.mark.parametrize(
         ("start", "end", "expected"),
@@ -185,6 +187,38 @@ class StoreConformance:
             with pytest.raises(NotFound):
                 store.read(name)
         assert names(store.list()) == ["a/b/c"]
+
+    def test_a_copy_is_an_object_of_its_own(self, store: Store, place: Place) -> None:
+        """With the same bytes, for everybody, and whatever becomes of the other."""
+        put(store, "a/b", b"0123456789")
+        put(store, "a/none", b"")
+        assert store.copy("a/b", "c/ü d") is True
+        assert store.copy("a/none", "c/none") is True
+        other = place()
+        assert other.stat("c/ü d") == Found("c/ü d", 10)
+        assert other.read("a/b") == other.read("c/ü d") == b"0123456789"
+        assert other.read("c/none") == b""
+        other.close()
+        store.delete("a/b")
+        assert store.read("c/ü d") == b"0123456789"
+        assert names(store.list()) == ["a/none", "c/none", "c/ü d"]
+
+    def test_a_copy_keeps_a_name_that_is_taken(self, store: Store) -> None:
+        """Also its own: it is there already."""
+        put(store, "a", b"first")
+        put(store, "b", b"second, and longer")
+        assert store.copy("b", "a") is False
+        assert store.copy("a", "a") is False
+        assert store.read("a") == b"first"
+
+    def test_a_copy_of_what_is_missing_makes_nothing(self, store: Store) -> None:
+        """And the error names what is missing."""
+        put(store, "a/b", b"x")
+        for name in ("a", "a/c"):
+            with pytest.raises(NotFound) as caught:
+                store.copy(name, "b")
+            assert caught.value.path == f"{store.uri.rstrip('/')}/{name}"
+        assert names(store.list()) == ["a/b"]
 
     def test_what_was_deleted_is_gone(self, store: Store) -> None:
         """And can be deleted again, and written again."""
@@ -285,7 +319,8 @@ class StoreConformance:
     @pytest.mark.parametrize("name", NO_NAMES)
     def test_what_is_no_name_is_refused(self, store: Store, name: str) -> None:
         """A name must not lead out of the prefix, and must mean the same in every store."""
-        for call in (store.read, store.stat, store.delete, lambda n: put(store, n, b"")):
+        copies = (lambda n: store.copy(n, "a"), lambda n: store.copy("a", n))
+        for call in (store.read, store.stat, store.delete, lambda n: put(store, n, b""), *copies):
             with pytest.raises(InvalidEntry):
                 call(name)
         assert list(store.list()) == []
@@ -295,7 +330,10 @@ class StoreConformance:
         store = place()
         store.close()
         store.close()
-        for call in (store.read, store.stat, store.delete, lambda n: put(store, n, b""), store.list):
+        for call in (
+            store.read, store.stat, store.delete, lambda n: put(store, n, b""), store.list,
+            lambda n: store.copy(n, "b"),
+        ):  # fmt: skip
             with pytest.raises(Closed):
                 call("a")
 

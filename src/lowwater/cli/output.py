@@ -5,6 +5,7 @@ Always true: results go to standard output and all else to standard error; under
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from lowwater.errors import LowwaterError, without_secrets
 
 JSON_KEY = "lowwater.json"
 TABLE_WIDTH_MAX = 1000
+LINES_AT_ONCE = 200
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -134,11 +136,39 @@ def visible(text: str) -> str:
     )
 
 
+def write_lines(lines: Iterator[str]) -> None:
+    """Write many lines at once, and what is good also when an error follows it."""
+    out = standard_output()
+    held: list[str] = []
+    try:
+        for line in lines:
+            held.append(line)
+            if len(held) >= LINES_AT_ONCE or len(line) > 2**16:
+                out.write("\n".join(held) + "\n")
+                held = []
+    finally:
+        if held:
+            out.write("\n".join(held) + "\n")
+        out.flush()
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# How values are shown, by what `--values` says.
+VALUES: dict[str, Callable[[bytes], str]] = {
+    "utf8": lambda value: visible(value.decode(errors="backslashreplace")),
+    "hex": bytes.hex,
+    "base64": in_base64,
+}
+
+
 # ---------------------------------------------------------------------------- long work
 
 
 @contextmanager
-def progress_bar(what: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total_bytes: Callable[[], int | None]) -> Iterator[Callable[[int], None]]:
     """Yields what is called with each number of bytes done. The bar is on standard error, and only where
     that is a terminal; `total_bytes` is not asked otherwise."""
     if not sys.stderr.isatty():

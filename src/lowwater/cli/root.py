@@ -24,6 +24,7 @@ COMMANDS = {
     "tier": "lowwater.cli.tier",
     "compact-local": "lowwater.cli.database.compact_local",
     "rebuild-pages": "lowwater.cli.database.rebuild_pages",
+    "serve-metrics": "lowwater.cli.database.serve_metrics",
     "restore": "lowwater.cli.restore",
     "spark": "lowwater.cli.spark",
     **{

@@ -7,30 +7,46 @@ from typing import Any
 import click
 
 from lowwater.cli.database.opened import log_directory, opened_to_write
+from lowwater.cli.log.dump import Seq
 from lowwater.cli.output import LocalPath, json_option, new_table, number, print_json, print_table, size, time
+from lowwater.cli.rows import print_rows, values_option
 from lowwater.engine.check import require_log
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.real import RealFiles
+from lowwater.errors import InputError, NotFound
 
 
 @click.command()
 @click.argument("path", type=LocalPath())
 @click.option("--make", is_flag=True, help="Make one first, of what is there now.")
+@click.option("--rows", "with_rows", is_flag=True, help="Print the rows of the newest one, a line each.")
+@click.option("--seq", type=Seq(), help="With --rows: of the one of this seq.")
+@values_option
 @json_option
 @click.pass_context
-def checkpoints(ctx: click.Context, path: str, make: bool, as_json: bool) -> None:
+def checkpoints(
+    ctx: click.Context, path: str, make: bool, with_rows: bool, seq: int | None, values: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """List the checkpoints of a database, the newest first: seq, time, size and root.
+
+    With --rows it prints what a checkpoint holds: each key with its seq, its time and its value, and of a
+    large value where the log has it. Every hash on the way is compared. With --json each row is a line.
 
     The directory may be open elsewhere; nothing is changed. With --make it must not be, and one more is made.
 
     `lowwater check` verifies every byte of them.
     """
+    if not with_rows and (seq is not None or values is not None):
+        raise InputError("--seq and --values are for rows", hint="give --rows too")
     if make:
         with opened_to_write(ctx, path) as db:
             db.checkpoint()
     require_log(RealFiles(), log_directory(ctx, path))
     found = Checkpoints(RealFiles(), path).complete
-    if as_json:
+    if with_rows:
+        print_rows(_chosen(found, path, seq).rows(), values=values, as_json=as_json)
+    elif as_json:
         print_json({"path": path, "checkpoints": [_as_json(each) for each in found]})
     elif not found:
         click.echo("no checkpoints")
@@ -46,6 +62,14 @@ def checkpoints(ctx: click.Context, path: str, make: bool, as_json: bool) -> Non
                 each.root,
             )
         print_table(table)
+
+
+def _chosen(found: list[StoredCheckpoint], path: str, seq: int | None) -> StoredCheckpoint:
+    chosen = next((each for each in found if seq in (None, each.seq)), None)
+    if chosen is None:
+        what = "no checkpoint" if seq is None else f"no checkpoint of seq {seq}"
+        raise NotFound(f"there is {what} here", path=path, hint="see which there are: `lowwater checkpoints`")
+    return chosen
 
 
 def _as_json(stored: StoredCheckpoint) -> dict[str, Any]:

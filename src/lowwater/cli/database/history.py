@@ -1,4 +1,4 @@
-"""`lowwater history`: what was ever done to a key, from the log."""
+"""`lowwater history`: what was done to a key, from the log on this disk."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def history(
     values: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Print the log's entries of one key, the oldest first.
+
+    What was shipped and purged is not among them: `lowwater log dump URI --bucket B --key K` shows the
+    entries that an archive has.
 
     The directory may be open elsewhere; nothing is changed. With --json each entry is a line of JSON.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,12 +13,13 @@ from lowwater.cli.output import end_on_sigterm
 from lowwater.config import Config
 from lowwater.engine.database import Database
 from lowwater.engine.directory import typed_errors
-from lowwater.engine.origin import log_directory_of, read_origin
+from lowwater.engine.origin import ORIGIN, RESTORING, log_directory_of, read_origin
 from lowwater.engine.ownership import read_owner
 from lowwater.engine.reading import Reading
 from lowwater.engine.real import RealFiles
+from lowwater.engine.recover import has_begun
 from lowwater.errors import NotFound
-from lowwater.recovery.opening import open_to_read, with_origin
+from lowwater.recovery.opening import open_to_read, require_log_of, with_origin
 from lowwater.tiering.open_store import open_store
 
 _MISSING = "check the path; `lowwater put --create` makes a database, and the bucket"
@@ -32,7 +34,8 @@ def opened_to_write(
     try:
         db = lowwater.open(path, config=config or ctx.find_root().obj, create=create)
     except NotFound as error:
-        if create:
+        # Of what was restored, or was to be, the error says more.
+        if create or any(os.path.exists(f"{path}/{name}") for name in (ORIGIN, RESTORING)):
             raise
         raise NotFound("there is no database here", path=path, hint=_MISSING) from error
     with db:
@@ -48,9 +51,11 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
         config = Config.load(ctx.find_root().obj)
         if config.tier.store_uri() is None:
             config = with_origin(config, origin)
+        directory = log_directory(ctx, path)
+        require_log_of(origin, path, directory)
         end_on_sigterm(ctx)
         store = open_store(config=config.tier)
-        with open_to_read(path, store, log_directory=log_directory(ctx, path)) as core:
+        with open_to_read(path, store, log_directory=directory) as core:
             yield core
         return
     directory = log_directory(ctx, path)
@@ -61,8 +66,10 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
         with lowwater.Engine(path, config=ctx.find_root().obj) as engine:
             yield engine
     else:
-        config = _without_settings(Config.load(ctx.find_root().obj))
-        with opened_to_write(ctx, path, config=config) as db:
+        # Where there is no log, the error says how the configuration was named.
+        is_here = has_begun(RealFiles(), directory)
+        unset = _without_settings(Config.load(ctx.find_root().obj)) if is_here else None
+        with opened_to_write(ctx, path, config=unset) as db:
             yield db
 
 

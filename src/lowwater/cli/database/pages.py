@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -19,12 +20,14 @@ from lowwater.cli.output import (
     size,
     standard_output,
     visible,
+    write_lines,
 )
+from lowwater.cli.rows import row_writer, values_option
 from lowwater.engine import format
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.opening import PAGES_DIRECTORY
-from lowwater.engine.page_list import PageInfo, Summary, list_pages
+from lowwater.engine.page_list import PageInfo, PageRow, Summary, list_pages, list_rows
 from lowwater.engine.pages import KEY_END, after_prefix, bucket_range, decode_key, encode_key
 from lowwater.errors import Corrupt, DataError, InputError
 
@@ -37,43 +40,75 @@ COLUMNS = ("first key", "last key", "keys", "rows", "deleted", "large", "bytes",
 @click.option("--key", help="Of the bucket: only the page that a key belongs to.")
 @click.option("--prefix", help="Of the bucket: only pages that may hold keys that begin so.")
 @click.option("--summary", is_flag=True, help="All of them together, with how many rows and bytes they have.")
+@click.option("--rows", "with_rows", is_flag=True, help="The rows of these pages instead, a line each.")
+@values_option
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many pages.")
 @json_option
 @click.pass_context
 def pages(
     ctx: click.Context, path: str, bucket: str | None, key: str | None, prefix: str | None, summary: bool,
-    limit: int | None, as_json: bool,
+    with_rows: bool, values: str | None, limit: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """List the pages that are stored: from which key to which, how many keys and rows (versions of keys),
     deletions and references to large values among them, how many bytes, and the seq up to which they hold
     every change. What is in memory only, or in the log, is not in them yet.
 
-    With --json each page is a line of JSON. Exits with 65 where a page cannot be read.
+    With --rows it prints what is in these pages: each version of each key, with its seq, its time and its
+    value. With --json each page, or row, is a line of JSON. Exits with 65 where a page cannot be read.
 
     The directory may be open elsewhere; nothing is changed. Where the file itself may be damaged, run
     `lowwater check` first.
     """
     end_on_sigterm(ctx)
     low, high = _range(bucket, key, prefix)
+    if with_rows and summary:
+        raise InputError("--rows and --summary were given", hint="give one of the two")
+    if with_rows:
+        line_of = row_writer(values=values, as_json=as_json)
+    elif values is not None:
+        raise InputError("only rows have values", hint="give --rows too")
     store = LmdbPages.open(f"{path}/{PAGES_DIRECTORY}", read_only=True)
     total = Summary()
     table = new_table(*COLUMNS, right=COLUMNS[2:])
     out = standard_output()
     try:
-        for page in islice(list_pages(store, low, high), limit):
-            total.add(page)
-            if as_json and not summary:
-                out.write(json.dumps(_as_json(page)) + "\n")
-            elif not summary:
-                table.add_row(*_as_row(page))
+        if with_rows:
+            rows = islice(list_rows(store, low, high), limit)
+            write_lines(_row_lines(rows, total, line_of, as_json=as_json))
+        else:
+            for page in islice(list_pages(store, low, high), limit):
+                total.add(page)
+                if as_json and not summary:
+                    out.write(json.dumps(_as_json(page)) + "\n")
+                elif not summary:
+                    table.add_row(*_as_row(page))
     finally:
         store.close()
     if summary:
         _print_summary(path, total, as_json=as_json)
-    elif not as_json:
+    elif not (as_json or with_rows):
         print_table(table)
     if total.damaged:
         ctx.exit(DataError.exit_code)
+
+
+def _row_lines(
+    pages: Iterable[PageInfo | Iterator[PageRow]],
+    total: Summary,
+    line_of: Callable[[PageRow], str],
+    *,
+    as_json: bool,
+) -> Iterator[str]:
+    for each in pages:
+        if not isinstance(each, PageInfo):
+            yield from map(line_of, each)
+            continue
+        total.add(each)
+        if as_json:
+            yield json.dumps(_as_json(each))
+        else:
+            what = each.problem or f"{each.rows} rows, in the archive"
+            yield f"the page from {_shown(each.low)}: {visible(what)}"
 
 
 def _range(bucket: str | None, key: str | None, prefix: str | None) -> tuple[bytes, bytes]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import BinaryIO
 
 import click
 
-from lowwater.cli.database.opened import opened_to_write
+from lowwater.cli.database.opened import log_directory, opened_to_write
 from lowwater.cli.log.dump import Seq
 from lowwater.cli.output import LocalPath, json_option, print_json
+from lowwater.config import Config
 from lowwater.engine import format
+from lowwater.engine.database import Database
+from lowwater.engine.log import Seams
+from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.opening import configured, open_with
+from lowwater.engine.real import RealFiles
+from lowwater.engine.recover import has_begun
 
 
 class Pair(click.ParamType[tuple[str, str]]):
@@ -39,7 +48,12 @@ class Pair(click.ParamType[tuple[str, str]]):
     "--if-seq", type=Seq(), help="Only where the newest version has this seq; 0: where there is none."
 )
 @click.option("--ship", is_flag=True, help="End only when the value is in the object store as well.")
-@click.option("--create", is_flag=True, help="Make the database and the bucket, where they are missing.")
+@click.option(
+    "--create",
+    is_flag=True,
+    help="Make the database and the bucket, where they are missing; no database where its archive has a "
+    "history, or the value is refused.",
+)
 @json_option
 @click.pass_context
 def put(
@@ -56,15 +70,36 @@ def put(
     """
     # One byte more than any entry takes is enough to be refused, whatever else there is to read.
     value = source.read(format.PAYLOAD_BYTES_MAX + 1)
+
+    def write(db: Database) -> int:
+        if create:
+            db.create_bucket(bucket, exist_ok=True)
+        return db.put(bucket, key, value, dict(metadata) or None, if_absent=if_absent, if_seq=if_seq)
+
+    if create and not has_begun(RealFiles(), log_directory(ctx, path)):
+        _rehearse(Config.load(ctx.find_root().obj), path, write, ship=ship)
     with opened_to_write(ctx, path, create=create) as db:
         if ship:
             db.shipping()  # refused without a store, before anything is written
-        if create:
-            db.create_bucket(bucket, exist_ok=True)
-        seq = db.put(bucket, key, value, dict(metadata) or None, if_absent=if_absent, if_seq=if_seq)
+        seq = write(db)
         if as_json:
             print_json({"bucket": bucket, "key": key, "seq": seq, "value_bytes": len(value)})
         else:
             click.echo(seq)
         if ship:
             db.ship()
+
+
+def _rehearse(config: Config, path: str, write: Callable[[Database], int], *, ship: bool) -> None:
+    """Have a new database in memory take the value: what that refuses makes no directory."""
+    settings = configured(path, config)
+    with open_with(
+        path,
+        log_options=settings.log_options,
+        options=settings.options,
+        seams=Seams(files=MemoryFiles()),
+        store=MemoryPages(),
+    ) as db:
+        if ship and config.tier.store_uri() is None:
+            db.shipping()
+        write(db)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +11,7 @@ import click
 
 from lowwater.cli.log.findings import exit_by, finding_as_json
 from lowwater.cli.log.source import Source, opened_source
-from lowwater.cli.output import json_option, standard_output, time, visible
+from lowwater.cli.output import VALUES, in_base64, json_option, time, visible, write_lines
 from lowwater.engine.chain import FIRST_CONTROL_KIND
 from lowwater.engine.check import Finding
 from lowwater.engine.dump import Selection, dump_entries
@@ -20,7 +19,6 @@ from lowwater.engine.entries import Entry, decode_body
 from lowwater.engine.format import KIND_CODES, SEQ_MAX
 from lowwater.errors import Corrupt
 
-LINES_AT_ONCE = 200
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NUMBER_DIGITS_MAX = 100
 
@@ -104,7 +102,7 @@ class Moment(click.ParamType[int | datetime]):
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
 @click.option(
     "--values",
-    type=click.Choice(["none", "utf8", "hex", "base64"]),
+    type=click.Choice(["none", *VALUES]),
     help="How to show values. The default is none, their size alone; in JSON it is base64.",
 )
 @click.option(
@@ -160,7 +158,7 @@ def print_entries(
             as_json=as_json,
             values=values or ("base64" if as_json else "none"),
         )
-        _write(lines)
+        write_lines(lines)
     exit_by(ctx, findings)
 
 
@@ -197,22 +195,6 @@ def _tell(finding: Finding, *, as_json: bool) -> None:
     click.echo(f"damaged: {visible(finding.what)} ({visible(where)})", err=True)
 
 
-def _write(lines: Iterator[str]) -> None:
-    """Write many lines at once, and what is good also when an error follows it."""
-    out = standard_output()
-    held: list[str] = []
-    try:
-        for line in lines:
-            held.append(line)
-            if len(held) >= LINES_AT_ONCE or len(line) > 2**16:
-                out.write("\n".join(held) + "\n")
-                held = []
-    finally:
-        if held:
-            out.write("\n".join(held) + "\n")
-        out.flush()
-
-
 # ---------------------------------------------------------------------------- entries
 
 
@@ -239,7 +221,7 @@ def entry_as_json(entry: Entry, *, with_value: bool) -> dict[str, Any]:
         document["body"] = body
     document["value_bytes"] = len(entry.value)
     if with_value:
-        document["value"] = _base64(entry.value)
+        document["value"] = in_base64(entry.value)
     return document
 
 
@@ -250,12 +232,8 @@ def _plain(value: Any, name: str) -> Any:
     if name == "value_ref":
         return value._asdict() | {"blake3": value.blake3.hex()}
     if isinstance(value, bytes):
-        return _base64(value) if name == "before" else value.hex()
+        return in_base64(value) if name == "before" else value.hex()
     return value
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def _body(entry: Entry) -> Any:
@@ -293,7 +271,7 @@ def entry_as_text(entry: Entry, *, values: str) -> str:
     if "body" in document:
         parts.append(visible(json.dumps(document["body"], ensure_ascii=False)))
     elif entry.value:
-        parts.append(_VALUES[values](entry.value))
+        parts.append(f"{len(entry.value)} B" if values == "none" else VALUES[values](entry.value))
     return "  ".join(parts).rstrip()
 
 
@@ -301,9 +279,3 @@ _TOLD = (
     "txn", "txn_seq_before", "group_seq_last", "session", "request", "request_hash", "stream_offset",
     "before", "refused", "value_ref",
 )  # fmt: skip
-_VALUES: dict[str, Callable[[bytes], str]] = {
-    "none": lambda value: f"{len(value)} B",
-    "utf8": lambda value: visible(value.decode(errors="backslashreplace")),
-    "hex": bytes.hex,
-    "base64": _base64,
-}

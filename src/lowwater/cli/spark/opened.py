@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -85,7 +86,10 @@ def opened_session(
         try:
             yield spark
         finally:
-            spark.stop()
+            with warnings.catch_warnings():
+                # That the JVM is gone, which the error says, or whoever killed both knows.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                spark.stop()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from lowwater.cli.output import end_on_sigterm
+from lowwater.cli.tier.dump import dump
 from lowwater.cli.tier.ls import ls
 from lowwater.cli.tier.status import status
 from lowwater.cli.tier.verify import verify
@@ -19,10 +20,10 @@ def tier(ctx: click.Context) -> None:
     of these commands writes to it. `lowwater scrub` looks at all of it.
 
     They exit with 0 when all is well, 65 when data is damaged or missing, 75 when the store does not answer,
-    and 2 when the call was wrong.
+    77 when it refuses this, and 2 when the call was wrong.
     """
     end_on_sigterm(ctx)
 
 
-for _command in (status, ls, verify):
+for _command in (status, ls, dump, verify):
     tier.add_command(_command)

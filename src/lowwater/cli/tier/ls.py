@@ -12,7 +12,7 @@ from lowwater.errors import NotFound
 from lowwater.tiering.names import ObjectName, parse
 from lowwater.tiering.store import Found
 
-TYPES = ("cluster", "epoch", "segment", "manifest", "chunk", "checkpoint", "pack", "other")
+TYPES = ("cluster", "epoch", "state", "segment", "manifest", "chunk", "checkpoint", "pack", "other")
 
 
 @click.command()

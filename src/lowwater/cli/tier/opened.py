@@ -12,6 +12,7 @@ from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.output import number, print_json, progress_bar, size
 from lowwater.config import Config
 from lowwater.engine.check import Finding
+from lowwater.engine.format import SEQ_MAX
 from lowwater.tiering.checking import open_to_read
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.store import Store
@@ -30,7 +31,8 @@ def opened_store(ctx: click.Context, uri: str) -> Iterator[Store]:
 def run_scrub(ctx: click.Context, store: Store, scrub: Scrub, *, as_json: bool) -> None:
     """Scrub with a progress bar, tell what was found, and exit by it."""
     findings: list[Finding] = []
-    with progress_bar("scrubbing", lambda: scrub.stored_bytes) as advance:
+    # How much a range comes to is known at its end.
+    with progress_bar("scrubbing", lambda: None if scrub.seqs else scrub.stored_bytes) as advance:
         for step in scrub.steps():
             if isinstance(step, Finding):
                 findings.append(step)
@@ -56,6 +58,8 @@ def tell_scrub(
         verdict = "damaged" if counts["error"] else "sound"
         looked = f"{number(scrub.objects)} objects, {size(scrub.stored_bytes)}"
         hwm = "nothing is recorded" if scrub.manifest is None else f"up to seq {scrub.manifest.hwm}"
+        if scrub.seqs is not None:
+            hwm = f"from seq {scrub.seqs[0]}" + (f" to {scrub.seqs[1]}" if scrub.seqs[1] < SEQ_MAX else " on")
         click.echo(f"{verdict}: {looked}, {hwm}" + (f"; {told}" if told else ""))
     exit_by(ctx, findings)
 
@@ -74,6 +78,7 @@ def _as_json(store: Store, scrub: Scrub, findings: list[Finding], *, sound: bool
         "epoch": None if manifest is None else manifest.epoch,
         "hwm": None if manifest is None else manifest.hwm,
         "manifest": None if manifest is None else manifest.name,
+        **({} if scrub.seqs is None else {"seq_first": scrub.seqs[0], "seq_last": scrub.seqs[1]}),
         "objects": scrub.objects,
         "stored_bytes": scrub.stored_bytes,
         "bytes_read": scrub.bytes_read,

@@ -19,7 +19,8 @@ def scrub(ctx: click.Context, uri: str, deep: bool, as_json: bool) -> None:
     and with --deep the hash of every byte. Nothing is changed, and a shipper may be at work.
 
     Each finding names an object and says what to do; docs/operating/archives.md has them all. The exit code
-    is 0 where there is no error, 65 where data is damaged or missing, 75 where the store did not answer.
+    is 0 where there is no error, 65 where data is damaged or missing, 75 where the store did not answer, and
+    77 where it refuses this.
     """
     end_on_sigterm(ctx)
     with opened_store(ctx, uri) as store:
