@@ -491,6 +491,7 @@ def test_a_damaged_page_is_told_among_the_rows(path: str) -> None:
 def test_checkpoints_show_their_rows(path: str) -> None:
     """What a restore would bring back, key by key."""
     first = run_json("checkpoints", path, "--make")["checkpoints"][0]
+    packs = sorted(Path(path, "packs").iterdir())
     with lowwater.open(path) as db:
         db.put("b", "k", b"third")
         live = {(each.bucket, each.key): each for bucket in db.buckets() for each in db.scan(bucket)}
@@ -513,9 +514,10 @@ def test_checkpoints_show_their_rows(path: str) -> None:
     missing = run("checkpoints", path, "--rows", "--seq", "7")
     assert missing.exit_code == NotFound.exit_code
     assert "no checkpoint of seq 7" in missing.stderr
-    (pack, *_) = sorted(Path(path, "packs").iterdir())
-    flip(pack, pack.stat().st_size // 2)
-    assert run("checkpoints", path, "--rows").exit_code == 65
+    for pack in packs:
+        flip(pack, pack.stat().st_size // 2)
+        assert run("checkpoints", path, "--rows", "--seq", str(first["seq"])).exit_code == 65
+        flip(pack, pack.stat().st_size // 2)
 
 
 @pytest.mark.parametrize(
