@@ -392,7 +392,7 @@ def test_dump_json_has_what_the_optional_groups_say() -> None:
         assert line.get("value_ref") == entry.get("value_ref")
 
 
-@pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("case", sorted({path.parent.name for path in GOLDEN.glob("*/*.log*")}))
 def test_dump_reads_every_golden_file_or_says_why_not(case: str) -> None:
     """Whatever can stand in a log can be printed."""
     for path in sorted((GOLDEN / case).glob("*.log*")):
