@@ -138,16 +138,20 @@ def _transact(db: Database) -> None:
 
 
 def _merge_aside(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once by another process, once in vain."""
+    """By another process, and then in vain. It is not asked where the flusher has begun in the background."""
     monkeypatch.setattr(flush, "IS_COMPILED", False)
+    monkeypatch.setattr(merge_aside, "CHANGES_MIN", 0)
     monkeypatch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
-    for number in range(2):
-        db.put_many("b", [(f"{each:05}", b"v" * 20) for each in range(5000)])
-        db.flush()
+    merger = db._merger
+    assert isinstance(merger, MergeProcess)
+    for metric in ("lowwater_merge_worker_pages_total", "lowwater_merge_worker_failures_total"):
+        for _ in range(20):
+            db.put_many("b", [(f"{each:05}", b"v" * 20) for each in range(5000)])
+            db.flush()
+            if scraped(db.metrics())[metric]:
+                break
         monkeypatch.setattr(merge_process, "_BEGIN", "raise SystemExit")
-        merger = db._merger
-        assert isinstance(merger, MergeProcess)
-        if not number and merger.pid is not None:
+        if merger.pid is not None:
             os.kill(merger.pid, signal.SIGKILL)
 
 
