@@ -124,6 +124,8 @@ def test_pages_that_have_no_room_get_that_of_the_cache(disk: Path, tmp_path: Pat
         db.put_many("b", [(f"{number:05}", b"x" * 200) for number in range(20_000)])
         take_all_but(disk, MIB // 4)
         db.flush()
+        # Whether a write is refused until then depends on when the file system was asked last.
+        os.unlink(disk / "other")
         db.put("b", "after", b"1")
         assert list(db.check()) == []
     with opened(disk, tmp_path) as db:
