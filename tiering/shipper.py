@@ -220,13 +220,13 @@ class Shipper:
         if not core.cluster_id.strip(b"\0"):
             return self._options.interval_s  # a fed log without its first entry
         for region in self._regions:
-            self._try(region.backoff, self._connect, region)
+            self._reach(region)
         if self._regions[0].archive is not None and not self._is_over:
             self._try(self._trouble, self._ship)
         for region in self._regions:
             if region.is_to_be_looked_at and not self._is_over:
                 self._try(region.looking, self._look_again, region)
-            if region.archive is not None and not self._is_over:
+            if region.archive is not None and self._may_claim and not self._is_over:
                 self._try(region.backoff, self._publish, region)
         if not self._is_over:
             self._count()
@@ -280,10 +280,14 @@ class Shipper:
             waits.append(PROPOSE_AGAIN_S)
         return max(min([self._options.interval_s, *waits]), 0.001)
 
-    def _connect(self, region: Region) -> None:
+    def _reach(self, region: Region) -> None:
+        """Find out what is there, unless it is known. That it is says nothing of what has failed there since."""
         if region.archive is None:
-            core = self._core
-            region.connect(core.catalogue, core.cluster_id, core.epoch)
+            self._try(region.backoff, self._connect, region)
+
+    def _connect(self, region: Region) -> None:
+        core = self._core
+        region.connect(core.catalogue, core.cluster_id, core.epoch)
 
     # ------------------------------------------------------------------ segments
 
@@ -385,10 +389,15 @@ class Shipper:
         with self._stepping:
             region = self._regions[0]
             if not self._is_over:
-                self._try(region.backoff, self._connect, region)
+                self._reach(region)
             if region.archive is not None and not self._is_over:
                 self._try(self._trouble, self._claim)
             return region.archive is not None and self._has_claimed and not self._is_over
+
+    @property
+    def _may_claim(self) -> bool:
+        """Whether this owner has claimed an epoch, or can: it does so in the first region."""
+        return self._has_claimed or self._regions[0].archive is not None
 
     def _claim(self) -> None:
         """Before the first upload: be the one who goes on with this log."""
@@ -503,7 +512,9 @@ class Shipper:
         try:
             for region in self._regions:
                 if region.counts and segments:
-                    region.require_as_left()
+                    # What is found to be lost is lost for who publishes, too: not while it does.
+                    with self._stepping:
+                        region.require_as_left()
                 for segment in segments:
                     if self._is_stopping:
                         raise Stopping
