@@ -119,9 +119,12 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------------ files
 
-    def open_index(self) -> File:
+    def read_index(self) -> bytes:
+        """The bytes of the index, which are those of its name."""
         with typed_errors(self.path, "read a checkpoint"):
-            return self._files.open(self.path)
+            data = read_file(self._files, self.path)
+            decode_named(data, self.path.rpartition("/")[2])
+            return data
 
     def open_pack(self, pack: bytes) -> File:
         path = f"{self.packs_directory}/{pack_name(pack)}"
@@ -302,6 +305,11 @@ class Checkpoints:
     def not_above(self, seq: int) -> StoredCheckpoint | None:
         """The newest one of a seq up to this."""
         return next((each for each in self._complete if each.seq <= seq), None)
+
+    def pass_over(self, seq: int) -> None:
+        """No longer count the checkpoint of `seq`, which was found to be damaged. It is removed with those
+        that are too old."""
+        self._complete = [each for each in self._complete if each.seq != seq]
 
     def size_bytes(self) -> int:
         """What indexes and packs take of the disk, those too that nobody needs any more."""

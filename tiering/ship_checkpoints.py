@@ -6,7 +6,8 @@ Always true:
   - what goes out is hashed on its way, and an object whose bytes are not those of its name never appears;
   - names and bytes are functions of the log: whoever ships them too ships the same, and what is there is
     kept;
-  - nothing is remembered: stopped anywhere, it begins again with a look at what is there.
+  - nothing is remembered: stopped anywhere, it begins again with a look at what is there;
+  - one whose files here are damaged is told of, once, and passed over: the log has everything.
 
 Where the log has recorded one already, only what that one does not name is looked at.
 """
@@ -14,6 +15,7 @@ Where the log has recorded one already, only what that one does not name is look
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 
 from blake3 import blake3
 
@@ -24,7 +26,7 @@ from lowwater.engine.ckpt import decode_checkpoint
 from lowwater.engine.core import Core
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.seams import File
-from lowwater.errors import Corrupt, NotFound, StoreCorrupt
+from lowwater.errors import Corrupt, DataError, NotFound, StoreCorrupt
 from lowwater.logging import get_logger
 from lowwater.tiering.names import checkpoint_name, pack_object_name
 from lowwater.tiering.store import Store, at, read_small, write_verified
@@ -84,6 +86,16 @@ class CheckpointShipper:
             self._job = None
             raise
 
+    @contextmanager
+    def _reading(self, stored: StoredCheckpoint) -> Iterator[None]:
+        """What is wrong with what is read stays so, and must not keep what comes later from the store."""
+        try:
+            yield
+        except (DataError, NotFound) as error:
+            error.hint = "the checkpoint is passed over: the next one is made without it. Look at the disk"
+            self._core.pass_over_checkpoint(stored.seq)
+            raise
+
     def _next(self) -> StoredCheckpoint | None:
         """The one that all replicas ship next, once its log is shipped. Where it could not be made, the
         newest that is here."""
@@ -99,14 +111,14 @@ class CheckpointShipper:
 
     def bring(self, stored: StoredCheckpoint) -> None:
         """Have all of it in the store, whatever the log says."""
-        index = _read_all(stored.open_index())
+        index = self._read_index(stored)
         for pack, size in decode_checkpoint(index).packs.items():
             self._write_pack(stored, pack, size)
         self._write_index(describe_checkpoint(index), index)
 
     def _ship(self, stored: StoredCheckpoint) -> Generator[float, None, None]:
         began_s, bytes_before = self._clock.monotonic(), self.bytes_written
-        index = _read_all(stored.open_index())
+        index = self._read_index(stored)
         described = describe_checkpoint(index)
         there = self._packs_there()
         for pack, size in decode_checkpoint(index).packs.items():
@@ -157,12 +169,13 @@ class CheckpointShipper:
         name = pack_object_name(pack)
         if self._is_there(name, size):
             return
-        file = stored.open_pack(pack)
+        with self._reading(stored):
+            file = stored.open_pack(pack)
         try:
             made = write_verified(
                 self._store,
                 name,
-                lambda: self._told(_parts(file, size, pack, stored.packs_directory)),
+                lambda: self._told(stored, _parts(file, size, pack, stored.packs_directory)),
                 size=size,
             )
         finally:
@@ -172,10 +185,15 @@ class CheckpointShipper:
         self.packs_written += made
         self.bytes_written += size if made else 0
 
-    def _told(self, parts: Iterator[bytes]) -> Iterator[bytes]:
-        for part in parts:
-            self._passing()
-            yield part
+    def _told(self, stored: StoredCheckpoint, parts: Iterator[bytes]) -> Iterator[bytes]:
+        with self._reading(stored):
+            for part in parts:
+                self._passing()
+                yield part
+
+    def _read_index(self, stored: StoredCheckpoint) -> bytes:
+        with self._reading(stored):
+            return stored.read_index()
 
     def _write_index(self, described: CheckpointDescriptor, index: bytes) -> None:
         name = checkpoint_name(described)
@@ -207,13 +225,6 @@ def bring_checkpoint(core: Core, store: Store, checkpoint: CheckpointDescriptor)
             CheckpointShipper(core, store).bring(stored)
             return True
     return False
-
-
-def _read_all(file: File) -> bytes:
-    try:
-        return file.read_at(0, file.size())
-    finally:
-        file.close()
 
 
 def _parts(file: File, size: int, expected: bytes, where: str) -> Iterator[bytes]:

@@ -281,7 +281,7 @@ class Shipper:
         return max(min([self._options.interval_s, *waits]), 0.001)
 
     def _reach(self, region: Region) -> None:
-        """Find out what is there, unless it is known. That it is says nothing of what has failed there since."""
+        """Find out what is there, unless it is known: that says nothing of what has failed there since."""
         if region.archive is None:
             self._try(region.backoff, self._connect, region)
 
