@@ -238,8 +238,15 @@ class _Restore:
             if begun is not None:
                 self._require_same(begun, archive.cluster_id, at, wanted, clone=clone)
                 wanted = begun.wanted_seq
-            built_max = format.SEQ_MAX if begun is None else begun.checkpoint_seq
-            point = point_of(reached, self._store, fetcher, wanted, built_max=built_max)
+            checkpoint_max = format.SEQ_MAX if begun is None else begun.checkpoint_seq
+            point = point_of(reached, self._store, fetcher, wanted, checkpoint_max=checkpoint_max)
+            if begun is not None and point.checkpoint_seq != begun.checkpoint_seq:
+                raise Corrupt(
+                    f"this restore has begun with the checkpoint of {begun.checkpoint_seq}, which is lost",
+                    path=self._store.uri,
+                    seq=begun.checkpoint_seq,
+                    hint="bring it back from another copy of the archive, or restore into a new directory",
+                )
             origin = begun
             if origin is None:
                 origin = self._origin(archive.cluster_id, reached, point, clone=clone)
@@ -382,7 +389,7 @@ class _Restore:
             epoch=reached.epoch,
             wanted_seq=point.seq,
             seq=point.seq,
-            checkpoint_seq=0 if checkpoint is None else checkpoint.seq,
+            checkpoint_seq=point.checkpoint_seq,
             checkpoint_hash=NO_HASH if checkpoint is None else checkpoint.hash,
             parent_manifest=NO_HASH if reached.manifest is None else reached.manifest.hash,
             parent_segment=parent_segment(reached),

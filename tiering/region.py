@@ -2,7 +2,8 @@
 
 Always true:
   - the manifests of the catalogue's entries are published in their order, none is skipped, and each when all
-    that it records is in this store. What is missing is brought: from the local disk, or from another region;
+    that it records is in this store. What is missing is brought: from the local disk, or from another region.
+    A checkpoint that nobody has any more is gone without: the log has what was in it;
   - `hwm` is that of the newest manifest which was read back here. It counts once nobody was seen to have
     claimed a higher epoch after that.
 """
@@ -199,8 +200,10 @@ class Region:
         upload_local: UploadLocal,
         upload_checkpoint: Callable[[CheckpointDescriptor], bool],
         others: Callable[[], Iterator[Store]],
+        go_without: Callable[[CheckpointDescriptor], None],
     ) -> Manifest | None:
-        """Publish the manifest of the next entry that has none here. None where there is no such entry."""
+        """Publish the manifest of the next entry that has none here. None where there is no such entry.
+        `go_without` a checkpoint that nobody has may raise."""
         assert self.archive is not None
         seq = next(iter(catalogue.seqs_after(self.published_seq)), 0)
         if not seq or seq > seq_durable:
@@ -210,8 +213,9 @@ class Region:
             if not (is_there or upload_local(segment)):
                 self._copy(segment_name(segment), others)
         for checkpoint in _recorded_at(catalogue.checkpoints, seq):
-            if not (self._has_object(checkpoint_name(checkpoint)) or upload_checkpoint(checkpoint)):
-                self._bring_checkpoint(checkpoint, others)
+            is_there = self._has_object(checkpoint_name(checkpoint)) or upload_checkpoint(checkpoint)
+            if not (is_there or self._bring_checkpoint(checkpoint, others)):
+                go_without(checkpoint)
         BEFORE_MANIFEST()
         manifest = self.archive.publish(catalogue, seq)
         AFTER_MANIFEST()
@@ -238,8 +242,8 @@ class Region:
 
     def _bring_checkpoint(
         self, checkpoint: CheckpointDescriptor, others: Callable[[], Iterator[Store]]
-    ) -> None:
-        """The store that it was shipped to has all of it."""
+    ) -> bool:
+        """Whether one of the others had it: the store that it was shipped to has all of it."""
         name = checkpoint_name(checkpoint)
         for source in others():
             if not is_there(source, name):
@@ -248,8 +252,8 @@ class Region:
             for pack in index.packs:
                 self._copy(pack_object_name(pack), lambda source=source: iter([source]))  # type: ignore[misc]
             self._copy(name, lambda source=source: iter([source]))  # type: ignore[misc]
-            return
-        raise self.missing(name)
+            return True
+        return False
 
     def _copy(self, name: str, others: Callable[[], Iterator[Store]]) -> None:
         if self._has_object(name):

@@ -43,7 +43,7 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
-from lowwater.tiering.names import segment_name
+from lowwater.tiering.names import checkpoint_name, segment_name
 from lowwater.tiering.objects import Parent
 from lowwater.tiering.region import Region
 from lowwater.tiering.ship_checkpoints import CheckpointShipper, bring_checkpoint
@@ -460,12 +460,24 @@ class Shipper:
             def others() -> Iterator[Store]:
                 return (each.store for each in self._regions if each is not region)
 
+            def go_without(checkpoint: CheckpointDescriptor) -> None:
+                name = checkpoint_name(checkpoint)
+                if not self._claims:
+                    raise region.missing(name)  # another replica may have it
+                self._metrics.failed()
+                _logger.error(
+                    "a checkpoint is neither here nor in the archive any more",
+                    object=at(region.store.uri, name),
+                    seq=checkpoint.seq,
+                )
+
             manifest = region.publish_next(
                 core.catalogue,
                 core.marks().durable,
                 upload_local=upload_local,
                 upload_checkpoint=upload_checkpoint,
                 others=others,
+                go_without=go_without,
             )
             duration_s = self._clock.monotonic() - began_s
             self._metrics.published(duration_s)
