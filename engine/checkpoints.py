@@ -13,6 +13,7 @@ Always true:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
@@ -44,7 +45,7 @@ from lowwater.engine.ckpt import (
     parse_name,
 )
 from lowwater.engine.content import Known
-from lowwater.engine.directory import typed_errors
+from lowwater.engine.directory import local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.pages import BUCKET, REFERENCE, decode_key
 from lowwater.engine.seams import File, Files, write_all
@@ -431,10 +432,10 @@ def _seq_of(stored: StoredCheckpoint) -> int:
     return stored.seq
 
 
-def read_checkpoint(path: str, files: Files | None = None) -> Iterator[CheckpointRow]:
+def read_checkpoint(path: str | os.PathLike[str], files: Files | None = None) -> Iterator[CheckpointRow]:
     """The rows of the checkpoint with this index file, whose packs lie where its data directory has them. All
     hashes are compared: what comes out is what the name of the file stands for."""
-    stored = open_checkpoint(path, files)
+    stored = open_checkpoint(local_path(path), files)
     stored.index  # noqa: B018 — a damaged one is told before the first row
     return stored.rows()
 

@@ -175,7 +175,7 @@ def check_name(name: str) -> None:
     if (
         any(part in ("", ".", "..") for part in components)
         or name[0] == "."
-        or any(ord(letter) < 32 or letter in "\\\x7f" for letter in name)
+        or any(ord(letter) < 32 or letter in "\\\x7f" or "\ud800" <= letter <= "\udfff" for letter in name)
     ):
         raise InvalidEntry(f"{name!r:.80} is no name for an object", hint="words between slashes, as a/b.c")
     if len(name.encode()) > NAME_BYTES_MAX or max(len(c.encode()) for c in components) > COMPONENT_BYTES_MAX:

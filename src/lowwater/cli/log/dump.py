@@ -11,7 +11,7 @@ import click
 
 from lowwater.cli.log.findings import exit_by, finding_as_json
 from lowwater.cli.log.source import Source, opened_source
-from lowwater.cli.output import VALUES, in_base64, json_option, time, visible, write_lines
+from lowwater.cli.output import LIMIT, VALUES, in_base64, json_option, time, visible, write_lines
 from lowwater.engine.chain import FIRST_CONTROL_KIND
 from lowwater.engine.check import Finding
 from lowwater.engine.dump import Selection, dump_entries
@@ -99,7 +99,7 @@ class Moment(click.ParamType[int | datetime]):
 @click.option("--bucket", help="Only entries of this bucket; of a stream, its topic.")
 @click.option("--key", help="Only what was done to this key. Quick with --bucket, by the key index.")
 @click.option("--prefix", help="Only entries whose key begins with this.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
+@click.option("--limit", type=LIMIT, metavar="N", help="End after so many entries.")
 @click.option(
     "--values",
     type=click.Choice(["none", *VALUES]),
