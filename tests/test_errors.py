@@ -153,6 +153,26 @@ def test_a_wrong_argument_is_an_input_error() -> None:
         assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["get", "--json"],
+        ["ls", "--nonsense", "--json"],
+        ["log", "dump", "--json", "data", "--limit", "0"],
+        ["tier", "verify", "data", "--json"],
+        ["nosuch", "--json"],
+    ],
+)
+def test_a_wrong_call_is_json_under_json(arguments: list[str]) -> None:
+    """The contract is for all errors, and a wrong call is the first that a program's author meets."""
+    result = CliRunner().invoke(root, arguments, prog_name="lowwater")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    error = json.loads(result.stderr)
+    assert error["error"] == "InputError"
+    assert "--help` says" in error["hint"]
+
+
 def test_every_command_can_be_imported_and_has_help() -> None:
     """A name in the list without its file would only be noticed by whoever calls it."""
     for name in COMMANDS:
