@@ -212,6 +212,23 @@ def test_it_says_what_to_install_where_the_command_lines_packages_are_missing(tm
     assert "pip install 'lowwater[cli]'" in done.stderr
 
 
+@pytest.mark.parametrize("package", ["pyspark", "pyarrow", "numpy"])
+def test_spark_says_what_to_install_where_its_packages_are_missing(package: str) -> None:
+    """Whoever has installed the library alone has none of them."""
+    script = f"""
+import sys
+sys.modules[{package!r}] = None
+import lowwater.spark
+try:
+    lowwater.spark.session
+except lowwater.errors.InputError as error:
+    print(error.message, error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    wanted = f"lowwater.spark needs {package}, which is not installed pip install 'lowwater[spark]'"
+    assert done.stdout.strip() == wanted
+
+
 def test_it_says_its_version() -> None:
     """The first question of every report."""
     done = lowwater("--version")
