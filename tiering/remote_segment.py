@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
@@ -472,6 +472,27 @@ class RemoteSegment:
         (position,) = self.positions(frame, frame + 1)
         data = self.frame_at(position)
         return (position, data) if seq_of(data) == seq else None
+
+    def frames_of(self, seqs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """The frames with these seqs, which rise and are all here. Blocks that several lie in are read
+        once."""
+        offset, data = 0, b""
+        for seq in seqs:
+            frame = self.frame_after(seq - 1)
+            if frame == self.descriptor.frame_count:
+                raise self._misfit()
+            (position,) = self.positions(frame, frame + 1)
+            if not offset <= position <= offset + len(data) - FRAME_FIXED_BYTES:
+                body_bytes = self.descriptor.body_bytes
+                offset, data = self.read_blocks(position, min(position + FRAME_FIXED_BYTES, body_bytes))
+            at = position - offset
+            end = at + FRAME_BYTES + format.FRAME.unpack_from(data, at)[1]
+            found = data[at:end]
+            if end > len(data):
+                found += self.read(offset + len(data), offset + end)
+            if seq_of(found) != seq:
+                raise self._misfit()
+            yield seq, found
 
     def frames_of_key(self, bucket: bytes, key: bytes) -> Iterator[tuple[int, bytes]]:
         """The frames of a key, or of one with the same checksum, the newest first, with where they begin."""
