@@ -88,14 +88,13 @@ def _placed(error: LowwaterError, fetcher: Fetcher, piece: Piece, place: Place) 
 
 
 # Workers live for many tasks: what they know of a place stays.
-_fetchers: dict[tuple[str, tuple[tuple[str, str], ...]], Fetcher] = {}
+_fetchers: dict[object, Fetcher] = {}
 
 
 def fetcher_of(place: Place) -> Fetcher:
-    key = (place.uri, tuple(sorted(place.options.items())))
-    found = _fetchers.get(key)
+    found = _fetchers.get(place.known_as)
     if found is None:
-        found = _fetchers[key] = Fetcher(open_place(place), clock=RealClock())
+        found = _fetchers[place.known_as] = Fetcher(open_place(place), clock=RealClock())
     return found
 
 
