@@ -212,6 +212,17 @@ class RemoteSegment:
         parts[0] = parts[0][start - body_bytes - first * PIECE_BYTES :]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def verify_footer(self) -> list[bytes]:
+        """Compare all of the footer with its hash, where that was not done before: the hashes of its pieces.
+        There are none where nothing is compared."""
+        opened = self._open()
+        if self._trusting:
+            return []
+        with self._lock:
+            if self._piece_hashes is None:
+                self._piece_hashes = self._twice(lambda: self._verify_footer(opened))
+            return self._piece_hashes
+
     def _piece(self, number: int) -> bytes:
         kept = self._fetcher.pieces.get((self.name, number))
         if kept is not None:
@@ -219,10 +230,7 @@ class RemoteSegment:
         opened = self._open()
         if self._trusting:
             return opened.form.read(*self._piece_range(number))
-        with self._lock:
-            if self._piece_hashes is None:
-                self._piece_hashes = self._twice(lambda: self._verify_footer(opened))
-            expected = self._piece_hashes[number]
+        expected = self.verify_footer()[number]
         kept = self._fetcher.pieces.get((self.name, number))
         if kept is not None:
             return kept
@@ -274,13 +282,6 @@ class RemoteSegment:
         if not HEADER_BYTES <= positions[0] <= positions[-1] < self.descriptor.body_bytes:
             raise self._misfit()
         return positions
-
-    def positions_told(self, first: int, last: int) -> bytes:
-        """The same, as numbers of four bytes and compared with nothing: for who compares them with the frames
-        themselves. Nothing else of the footer is read."""
-        opened = self._open()
-        at = opened.trailer.section_offsets().positions
-        return self._twice(lambda: opened.form.read(at + 4 * first, at + 4 * last, passing=True))
 
     def _misfit(self) -> Corrupt:
         return Corrupt(
