@@ -12,12 +12,14 @@ Always true:
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.catalogue import SegmentDescriptor
 from lowwater.engine.chain import CLUSTER_ID_BYTES
 from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
@@ -127,6 +129,7 @@ def restore(
             full=full,
             progress=progress or _nobody,
             log_directory=None if loaded.wal.dir is None else os.path.abspath(loaded.wal.dir),
+            fetched_at_once=loaded.shipping.uploads_at_once,
         )
     finally:
         store.close()
@@ -139,19 +142,24 @@ class _Counting:
         self._store = store
         self.uri = store.uri
         self.requests = self.bytes = 0
+        self._lock = threading.Lock()
+
+    def _count(self, size: int = 0) -> None:
+        with self._lock:
+            self.requests += 1
+            self.bytes += size
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         data = self._store.read(name, start, end)
-        self.requests += 1
-        self.bytes += len(data)
+        self._count(len(data))
         return data
 
     def stat(self, name: str) -> Found:
-        self.requests += 1
+        self._count()
         return self._store.stat(name)
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
-        self.requests += 1
+        self._count()
         return self._store.list(prefix, start_after)
 
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
@@ -182,11 +190,19 @@ def restore_with(
     seams: Seams | None = None,
     pages: PageStore | None = None,
     log_directory: str | None = None,
+    fetched_at_once: int = 1,
 ) -> Restored:
     """The same with everything that a test, or a simulation, puts in its place. The store stays the
-    caller's."""
+    caller's. With `fetched_at_once` above 1, segments are fetched by threads."""
     return _Restore(
-        store, path, options or {}, seams or real_seams(), pages, progress, log_directory or ""
+        store,
+        path,
+        options or {},
+        seams or real_seams(),
+        pages,
+        progress,
+        log_directory or "",
+        fetched_at_once,
     ).run(at, clone=clone or at is not None, full=full)
 
 
@@ -213,6 +229,7 @@ class _Restore:
         pages: PageStore | None,
         progress: Progress,
         log_elsewhere: str,
+        fetched_at_once: int,
     ) -> None:
         """`log_elsewhere` is where the log is put; empty for in the directory."""
         self._store = _Counting(store)
@@ -224,6 +241,7 @@ class _Restore:
         self._files: Files = seams.files
         self._pages = pages
         self._progress = progress
+        self._fetched_at_once = fetched_at_once
 
     def run(self, at: Moment, *, clone: bool, full: bool) -> Restored:
         began_s = self._seams.clock.monotonic()
@@ -437,14 +455,23 @@ class _Restore:
 
         whole = [each for each in point.segments if each.last <= point.seq]
         cut_off = [each for each in point.segments if each.last > point.seq]
-        for segment in whole:
-            segments.fetch(self._store, self._files, self._log_directory, segment, passing)
+        self._fetch_whole(whole, passing)
         for segment in cut_off:
             has_begun = segments.fetch_beginning(
                 fetcher, self._files, self._log_directory, segment, point.seq, passing
             )
             if not has_begun and not whole and point.before is not None:
-                segments.fetch(self._store, self._files, self._log_directory, point.before, passing)
+                self._fetch_whole([point.before], passing)
+
+    def _fetch_whole(self, wanted: Iterable[SegmentDescriptor], passing: segments.Passing) -> None:
+        segments.fetch_all(
+            self._store,
+            self._files,
+            self._log_directory,
+            wanted,
+            passing,
+            at_once=self._fetched_at_once,
+        )
 
     def _end_log(self, origin: Origin) -> tuple[Origin, int]:
         """Have the log end where it has to: with which entry of the archive, and its time. A clone goes on
@@ -521,7 +548,6 @@ class _Restore:
                 done += size
                 self._progress("values", min(done, total), total)
 
-            for segment in reversed(older):
-                segments.fetch(self._store, self._files, self._log_directory, segment, passing)
+            self._fetch_whole(reversed(older), passing)
         finally:
             lock.close()
