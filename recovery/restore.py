@@ -47,6 +47,7 @@ from lowwater.recovery.point import (
 from lowwater.recovery.references import install_checkpoint
 from lowwater.recovery.warming import Warming
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Found, Part, Store
@@ -154,7 +155,18 @@ class _Counting:
         self.requests += 1
         return self._store.list(prefix, start_after)
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
+    def checksum(self, name: str) -> Checksum:
+        self.requests += 1
+        return self._store.checksum(name)
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        raise AssertionError("a restore does not change the archive")
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
         raise AssertionError("a restore does not change the archive")
 
     def copy(self, source: str, target: str) -> bool:

@@ -48,7 +48,8 @@ from lowwater.tiering.open_store import open_store
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.remote_segment import RemoteSegment
 from lowwater.tiering.shipped_log import Moment
-from lowwater.tiering.store import Store, at, write_verified
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verified_writes import write_verified
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
