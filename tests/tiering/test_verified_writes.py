@@ -150,6 +150,7 @@ def test_a_segment_that_is_flipped_after_it_was_shipped_is_not_purged(has_checks
     machine.db.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_beside_a_flipped_upload_leaves_nothing_that_counts(after: bool) -> None:
     """Wherever it happens: the object is sent again, or it is an alarm until somebody has moved it away."""
