@@ -49,6 +49,7 @@ from lowwater.recovery.point import (
 from lowwater.recovery.references import install_checkpoint
 from lowwater.recovery.warming import Warming
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Found, Part, Store
@@ -162,7 +163,18 @@ class _Counting:
         self._count()
         return self._store.list(prefix, start_after)
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
+    def checksum(self, name: str) -> Checksum:
+        self.requests += 1
+        return self._store.checksum(name)
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        raise AssertionError("a restore does not change the archive")
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
         raise AssertionError("a restore does not change the archive")
 
     def copy(self, source: str, target: str) -> bool:

@@ -47,7 +47,8 @@ from lowwater.tiering.names import checkpoint_name, pack_object_name, segment_na
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.remote_segment import RemoteSegment
 from lowwater.tiering.shipped_log import Moment
-from lowwater.tiering.store import Store, at, write_verified
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verified_writes import write_verified
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

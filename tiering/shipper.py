@@ -46,10 +46,11 @@ from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.names import checkpoint_name, segment_name
 from lowwater.tiering.objects import Parent
 from lowwater.tiering.region import Region
+from lowwater.tiering.scrub_samples import SampleScrub
 from lowwater.tiering.ship_checkpoints import CheckpointShipper, bring_checkpoint
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.upload_queue import Stopping, UploadQueue, is_alarm
-from lowwater.tiering.uploads import find_segment
+from lowwater.tiering.uploads import has_segment
 
 _logger = get_logger("shipping")
 
@@ -78,6 +79,8 @@ class ShippingOptions:
     uploads_at_once: int = 2
     # What is read and given to a store at once; the store makes its parts of that.
     part_bytes: int = 2**20
+    # How often one object of what was shipped is looked at again; None for never.
+    scrub_interval_s: float | None = None
     # Of the manifest that a restore began with, whose own entry its log lacks.
     follows: bytes = NO_HASH
     # Of a clone.
@@ -141,12 +144,22 @@ class Shipper:
             stores[0],
             own_after=0 if parent is None else parent.seq,
             passing=self._require_not_over,
+            known=self._regions[0].known,
         )
         self._shipping_checkpoint = threading.Lock()
         # Of what a purge has asked a store for in vain.
         self._purge_trouble = self._new_backoff()
         # Of what is wrong with a checkpoint here, or with the store where it goes.
         self._checkpoint_trouble = self._new_backoff()
+        self._scrub = None
+        if options.scrub_interval_s is not None:
+            self._scrub = SampleScrub(
+                core,
+                self._regions,
+                interval_s=options.scrub_interval_s,
+                metrics=self._metrics,
+                upload_local=self._upload_local,
+            )
         self._tasks: list[Task] = []
         self._background = 0
         """The thread that steps by itself. In a simulation it is everybody's."""
@@ -181,6 +194,8 @@ class Shipper:
         for number in range(self._options.uploads_at_once):
             self._tasks.append(runner.start(f"tier-upload-{number}", self.upload_step))
         self._tasks.append(runner.start("tier-checkpoints", self.checkpoint_step))
+        if self._scrub is not None:
+            self._scrub.start()
         self._core.call_when_sealed(self.wake)
 
     def wake(self) -> None:
@@ -275,7 +290,8 @@ class Shipper:
     def _wait_s(self) -> float | None:
         if self._is_over:
             return None
-        waits = [each.wait_s for each in self._backoffs() if each.error is not None]
+        others = (self._purge_trouble, self._checkpoint_trouble)  # who tries those again is somebody else
+        waits = [each.wait_s for each in self._backoffs() if each.error is not None and each not in others]
         if self._proposed[0] > self._core.catalogue.hwm:
             waits.append(PROPOSE_AGAIN_S)
         return max(min([self._options.interval_s, *waits]), 0.001)
@@ -455,7 +471,7 @@ class Shipper:
                         path=core.directory,
                         hint="nothing is to be done: it is shipped once it is made",
                     )
-                return bring_checkpoint(core, region.store, checkpoint)
+                return bring_checkpoint(core, region.store, checkpoint, known=region.known)
 
             def others() -> Iterator[Store]:
                 return (each.store for each in self._regions if each is not region)
@@ -506,11 +522,16 @@ class Shipper:
 
     def _upload_local(self, region: Region, segment: SegmentDescriptor) -> bool:
         """Have a segment there. False where it is not here any more."""
-        local = next(iter(self._core.complete_segments(segment.first - 1)), None)
-        if local is None or local.segment_hash != segment.hash or not local.sealed:
+        local = self._local(segment)
+        if local is None:
             return False
         self._queue.upload(region, segment, local.path)
         return True
+
+    def _local(self, segment: SegmentDescriptor) -> Segment | None:
+        """The file that has it; None where it is not here any more."""
+        local = next(iter(self._core.complete_segments(segment.first - 1)), None)
+        return None if local is None or local.segment_hash != segment.hash or not local.sealed else local
 
     # ------------------------------------------------------------------ what was shipped, and may be gone
 
@@ -541,8 +562,17 @@ class Shipper:
         self._purge_trouble.succeeded()
 
     def _bring_back(self, region: Region, segment: SegmentDescriptor) -> None:
-        """Upload a segment again, if the region has lost it."""
-        if find_segment(region.store, segment) is not None:
+        """Upload a segment again, if the region has lost it. Raises StoreCorrupt where it has another one."""
+        local = self._local(segment)
+        if has_segment(
+            region.store,
+            self._files,
+            None if local is None else local.path,
+            segment,
+            part_bytes=self._options.part_bytes,
+            passing=self._queue.passing,
+            known=region.known,
+        ):
             return
         name = segment_name(segment)
         self._metrics.failed()
@@ -704,6 +734,8 @@ class Shipper:
     @property
     def _alarmed(self) -> LowwaterError | None:
         errors = [each.error for each in self._backoffs() if each.error is not None]
+        if self._scrub is not None and (damage := self._scrub.alarm) is not None:
+            errors.append(damage)
         return next((error for error in errors if is_alarm(error)), None)
 
     def _error_since(self, attempts: Mapping[int, int], *, log_alone: bool) -> LowwaterError | None:
@@ -799,5 +831,7 @@ class Shipper:
         self._is_stopping = True
         with self._lock:
             self._lock.notify_all()
+        if self._scrub is not None:
+            self._scrub.stop()
         for task in self._tasks:
             task.stop()

@@ -226,6 +226,7 @@ class TierConfig(BaseModel):
     part_bytes: ByteSize = Field(default=5 * MIB, ge=5 * MIB, le=GIB)
     parts_at_once: Count = Field(default=2, ge=1, le=64)
     upload_age_max_s: Seconds = Field(default=86_400.0, ge=1, le=10**8)
+    scrub_sample_interval_s: OptionalSeconds = Field(default=1200.0, gt=0, le=10**8)
 
     @model_validator(mode="after")
     def _one_way_to_say_where(self) -> Self:
