@@ -813,15 +813,12 @@ class Core:
         require_seq(seq)
         seq = min(seq, self.purgeable_seq())
         if self._tier is not None:
-            found = map(self._state.catalogue.segment_of, (each.seq_first for each in self._leaving(seq)))
+            leaving = [each.seq_first for each in self.complete_segments() if each.seq_last <= seq]
+            found = map(self._state.catalogue.segment_of, leaving)
             self._tier.require_shipped([each for each in found if each is not None])
         purged = self._log.purge(seq)
         self._values.forget_before(purged)
         return purged
-
-    def _leaving(self, seq: int) -> list[Segment]:
-        """What holds nothing above `seq`."""
-        return [each for each in self.complete_segments() if each.seq_last <= seq]
 
     def mark_counts(self, hwm: int) -> int:
         """Say that a manifest with this high-water mark was read back, and that nobody has claimed a higher

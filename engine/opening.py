@@ -75,6 +75,11 @@ class Settings(NamedTuple):
     options: EngineOptions
     log_directory: str | None
 
+    @property
+    def log_path(self) -> str:
+        """Where the log is, or will be."""
+        return self.log_directory or f"{self.path}/{LOG_DIRECTORY}"
+
 
 def configured(
     directory: str | os.PathLike[str], config: str | os.PathLike[str] | Mapping[str, Any] | Config | None

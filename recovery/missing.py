@@ -19,7 +19,6 @@ from lowwater.errors import AlreadyExists, DatabaseMissing, InvalidConfig
 from lowwater.logging import get_logger
 from lowwater.recovery.arguments import ConfigSource, place_options
 from lowwater.tiering.beginning import Place, places_of
-from lowwater.tiering.opening import log_directory_in
 
 if TYPE_CHECKING:
     from lowwater.config import Config, TierConfig
@@ -38,7 +37,7 @@ def half_restored(settings: Settings, config: TierConfig, tier: str | None) -> O
     """What a restore has begun here. Raises where there is no database, and nothing to restore one from."""
     begun = read_origin(RealFiles(), settings.path, RESTORING)
     named = tier or config.store_uri()
-    if begun is None and named is None and not has_begun(RealFiles(), log_directory_in(settings)):
+    if begun is None and named is None and not has_begun(RealFiles(), settings.log_path):
         raise InvalidConfig(
             "there is no database here, and no archive is named that it could be restored from",
             path=settings.path,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import require_log
-from lowwater.engine.directory import LOG_DIRECTORY, typed_errors
+from lowwater.engine.directory import typed_errors
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import PAGES_DIRECTORY, configured, is_unused
@@ -78,8 +78,7 @@ def rebuild_pages(
     uri = tier or loaded.tier.store_uri()
     store = None if uri is None else store_of(uri, loaded)[0]
     try:
-        log_directory = settings.log_directory or f"{settings.path}/{LOG_DIRECTORY}"
-        return rebuild_with(settings.path, log_directory, store, seams)
+        return rebuild_with(settings.path, settings.log_path, store, seams)
     finally:
         if store is not None:
             store.close()

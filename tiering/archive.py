@@ -15,7 +15,7 @@ The store has to show what was written to whoever lists or reads afterwards, as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from lowwater.engine import format
@@ -207,15 +207,12 @@ class Archive:
         """Write the manifest of the entry `seq`, which is durable in the log, and what it reaches, and read
         it back. It counts only after `require_epoch`. The manifests of entries before it are there."""
         manifest = manifest_of(catalogue, self.cluster_id, seq)
-        for chunk_hash, data in catalogue.objects(manifest.heads, self._known()):
-            self._write(chunk_name(chunk_hash), data)
-        data = manifest.encode()
-        self._write(manifest.name, data)
+        data = self._write_manifest(catalogue, manifest, self._known())
         try:
-            is_there = self.store.read(manifest.name) == data
+            is_kept = self.store.read(manifest.name) == data
         except NotFound:
-            is_there = False
-        if not is_there:
+            is_kept = False
+        if not is_kept:
             raise StoreCorrupt("a manifest is not what was written", path=at(self.store.uri, manifest.name))
         self.have_count(manifest, catalogue.epoch_at(format.SEQ_MAX))
         self._published = manifest.heads
@@ -256,9 +253,7 @@ class Archive:
             return
         manifest = manifest_of(catalogue, self.cluster_id, state.place[1])
         if manifest.name == state.manifest:
-            for chunk_hash, data in catalogue.objects(manifest.heads):
-                self._write(chunk_name(chunk_hash), data)
-            self._write(manifest.name, manifest.encode())
+            self._write_manifest(catalogue, manifest, {})
 
     def bring_claims(self, forks: Iterable[Fork], *, token: Callable[[int], bytes], owner: str) -> None:
         """Where the claims of a log's epochs are gone, claim them again: it has each of them by a `fork`."""
@@ -278,6 +273,16 @@ class Archive:
             newest = self.newest()
             self._published = {} if newest is None else newest.heads
         return self._published
+
+    def _write_manifest(
+        self, catalogue: Catalogue, manifest: Manifest, known: Mapping[str, ListHead]
+    ) -> bytes:
+        """With what it reaches, but for what those that are `known` reach. Its bytes."""
+        for chunk_hash, data in catalogue.objects(manifest.heads, known):
+            self._write(chunk_name(chunk_hash), data)
+        data = manifest.encode()
+        self._write(manifest.name, data)
+        return data
 
     def _write(self, name: str, data: bytes) -> bool:
         return self.store.write(name, [data], size=len(data))

@@ -53,6 +53,11 @@ class ObjectName(NamedTuple):
     """Of an entry, a checkpoint, or the first one of a segment; of a state its number."""
     seq_last: int = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Of a manifest: its epoch and its entry, by which one is newer than another."""
+        return self.epoch, self.seq
+
 
 def short(content_hash: bytes) -> str:
     return content_hash.hex()[:HASH_DIGITS]
@@ -147,9 +152,9 @@ def parse(name: str) -> ObjectName | None:
 
 
 def place_of(name: str) -> tuple[int, int]:
-    """The epoch and the entry of a manifest, by which one is newer than another; zeros for no name."""
+    """The place of the manifest of this name; zeros for no name."""
     found = parse(name)
-    return (0, 0) if found is None else (found.epoch, found.seq)
+    return (0, 0) if found is None else found.place
 
 
 # ---------------------------------------------------------------------------- the highest in lists

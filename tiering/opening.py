@@ -31,7 +31,7 @@ from lowwater.engine.database import Database
 from lowwater.engine.directory import LOG_DIRECTORY
 from lowwater.engine.entries import Writable
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import Settings, configured, open_embedded, open_with, require_log_of_pages
+from lowwater.engine.opening import configured, open_embedded, open_with, require_log_of_pages
 from lowwater.engine.orchestrator import Orchestrator
 from lowwater.engine.origin import require_restored
 from lowwater.engine.pagestore import PageStore
@@ -246,7 +246,7 @@ def open_directory(
 
     loaded = Config.load(config)
     settings = configured(directory, loaded)
-    files, log_directory = RealFiles(), log_directory_in(settings)
+    files, log_directory = RealFiles(), settings.log_path
     require_restored(files, settings.path)
     is_new = not has_begun(files, log_directory)
     cluster_id = None
@@ -373,7 +373,7 @@ class Engine(fed.Engine):
         settings = configured(data, loaded)
         stores: Sequence[Store]
         if tier is None or isinstance(tier, str):
-            is_new = not has_begun(RealFiles(), log_directory_in(settings))
+            is_new = not has_begun(RealFiles(), settings.log_path)
             stores = open_stores(tier, loaded.tier, is_new=is_new)
         else:
             stores = tier
@@ -435,10 +435,6 @@ def sealing(options: LogOptions | None) -> LogOptions:
     return (
         options if options.segment_age_max_s is not None else replace(options, segment_age_max_s=SEAL_AFTER_S)
     )
-
-
-def log_directory_in(settings: Settings) -> str:
-    return settings.log_directory or f"{settings.path}/{LOG_DIRECTORY}"
 
 
 def with_checkpoints(options: EngineOptions, config: Config) -> EngineOptions:

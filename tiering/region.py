@@ -206,8 +206,8 @@ class Region:
         if not seq or seq > seq_durable:
             return None
         for segment in _recorded_at(catalogue.segments, seq):
-            is_there = self.has(segment) or find_segment(self.store, segment) is not None
-            if not (is_there or upload_local(segment)):
+            has_it = self.has(segment) or find_segment(self.store, segment) is not None
+            if not (has_it or upload_local(segment)):
                 self._copy(segment_name(segment), others)
         for checkpoint in _recorded_at(catalogue.checkpoints, seq):
             if not (self._has_object(checkpoint_name(checkpoint)) or upload_checkpoint(checkpoint)):

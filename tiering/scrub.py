@@ -31,6 +31,7 @@ from lowwater.tiering.names import (
     listed_manifests,
     pack_object_name,
     parse,
+    place_of,
     segment_name,
     short,
     state_name,
@@ -91,8 +92,7 @@ class Scrub:
         # Before the list: what this manifest reaches was there before it, and so is in the list.
         self._states = States(store)
         self._newest_names = self._find_newest()
-        newest = [parse(name) for name in self._newest_names]
-        self._newest = max((_place(each) for each in newest if each), default=(0, 0))
+        self._newest = max(map(place_of, self._newest_names), default=(0, 0))
         self._sizes = {found.name: found.size for found in store.list()}
         # Which are there, and the store's list has not shown them.
         self._unlisted: set[str] = set()
@@ -226,7 +226,7 @@ class Scrub:
                     "find out which of the two is right: `lowwater tier ls --long` lists both",
                 )
             )
-        names = {name for name, found in self._of_type("manifest") if _place(found) <= self._newest}
+        names = {name for name, found in self._of_type("manifest") if found.place <= self._newest}
         for name in sorted(names.union(self._newest_names), reverse=True):
             try:
                 manifest = self._read_manifest(name)
@@ -523,7 +523,7 @@ class Scrub:
         found = parse(name)
         if found is not None and found.type == "state":
             return found.seq > self._states.number
-        return found is not None and found.type == "manifest" and _place(found) > self._newest
+        return found is not None and found.type == "manifest" and found.place > self._newest
 
     def _following(self) -> set[str]:
         """The segments beyond the newest manifest that a restore would follow."""
@@ -535,7 +535,3 @@ class Scrub:
             return {segment_name(each) for each in archive.segments_after(line.manifest, line.catalogue)}
         except DataError:
             return set()  # which one is damaged is found as with all others that are not recorded
-
-
-def _place(found: ObjectName) -> tuple[int, int]:
-    return found.epoch, found.seq

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from lowwater.engine.blocks import NO_HASH
@@ -435,9 +436,6 @@ class Shipper:
             self._claim()
             began_s = self._clock.monotonic()
 
-            def upload_local(segment: SegmentDescriptor) -> bool:
-                return self._upload_local(region, segment)
-
             def upload_checkpoint(checkpoint: CheckpointDescriptor) -> bool:
                 if core.is_checkpoint_due(checkpoint.seq):
                     raise TimedOut(
@@ -454,7 +452,7 @@ class Shipper:
             manifest = region.publish_next(
                 core.catalogue,
                 core.marks().durable,
-                upload_local=upload_local,
+                upload_local=partial(self._upload_local, region),
                 upload_checkpoint=upload_checkpoint,
                 others=others,
             )
@@ -501,13 +499,14 @@ class Shipper:
     def require_shipped(self, segments: Sequence[SegmentDescriptor]) -> None:
         """Before they are removed here: every region that counts is asked for each of them."""
         try:
-            for region in self._regions:
-                if region.counts and segments:
-                    region.require_as_left()
+            for region in self._regions if segments else ():
+                if not region.counts:
+                    continue
+                region.require_as_left()
                 for segment in segments:
                     if self._is_stopping:
                         raise Stopping
-                    if region.counts and not region.is_parents(segment):
+                    if not region.is_parents(segment):
                         self._bring_back(region, segment)
         except Stopping:
             raise Closed("the database is being closed", path=self._core.directory) from None

@@ -7,8 +7,10 @@ made: a copy works there and nowhere else.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,15 @@ def close(db: lowwater.Database, asked: Asked) -> None:
 
 
 # ---------------------------------------------------------------------------- making it
+
+
+def report(what: str, counts: Counter[tuple[str, str]], missed: list[str]) -> None:
+    """Print what came of all cases, and keep it where DAMAGE_REPORT says."""
+    told = f"{what} {sorted(counts.items())}\n"
+    print(told, end="")
+    if path := os.environ.get("DAMAGE_REPORT"):
+        with open(path, "a") as file:
+            file.write(told + "".join(f"  {each}\n" for each in missed))
 
 
 def _begin(path: Path) -> None:

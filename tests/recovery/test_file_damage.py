@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 from click.testing import CliRunner
 from tests.asked import Asked, in_a_child
-from tests.recovery.everything import BUCKET, KEYS, Everything, Expected, ask_all, close, key_of
+from tests.recovery.everything import BUCKET, KEYS, Everything, Expected, ask_all, close, key_of, report
 
 from lowwater.cli.root import root
 from lowwater.errors import DataError, LowwaterError, NotFound
@@ -231,10 +231,7 @@ def test_damage_to_any_other_file_gives_right_answers_or_typed_errors(everything
         if found["wrong"]:
             missed.append(f"{case}: {found}")
         counts[case.damage, outcome_of(found)] += 1
-    print(f"files: {sorted(counts.items())}")
-    if path := os.environ.get("DAMAGE_REPORT"):
-        with open(path, "a") as file:
-            file.write(f"files {sorted(counts.items())}\n" + "".join(f"  {each}\n" for each in missed))
+    report("files", counts, missed)
     assert missed == []
 
 

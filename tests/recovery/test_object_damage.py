@@ -28,6 +28,7 @@ from tests.recovery.everything import (
     Expected,
     ask_all,
     close,
+    report,
     scanned,
 )
 
@@ -249,10 +250,7 @@ def test_damage_to_any_object_gives_right_answers_or_typed_errors(
         assert kind is not None
         told = "wrong" if found["wrong"] else "told" if found["read"] else "right"
         counts[f"{kind.type} {case.damage}", told] += 1
-    print(f"objects: {sorted(counts.items())}")
-    if path := os.environ.get("DAMAGE_REPORT"):
-        with open(path, "a") as file:
-            file.write(f"objects {sorted(counts.items())}\n" + "".join(f"  {each}\n" for each in missed))
+    report("objects", counts, missed)
     assert missed == []
 
 

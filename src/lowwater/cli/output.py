@@ -158,10 +158,24 @@ def in_base64(data: bytes) -> str:
 
 # How values are shown, by what `--values` says.
 VALUES: dict[str, Callable[[bytes], str]] = {
+    "none": lambda value: f"{len(value)} B",
     "utf8": lambda value: visible(value.decode(errors="backslashreplace")),
     "hex": bytes.hex,
     "base64": in_base64,
 }
+
+values_option = click.option(
+    "--values",
+    type=click.Choice(list(VALUES)),
+    help="How to show values. The default is none, their size alone; in JSON it is base64.",
+)
+
+
+def chosen_values(values: str | None, *, as_json: bool) -> str:
+    """The key of `VALUES` that the option, or its default, means."""
+    if as_json and values not in (None, "none", "base64"):
+        raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
+    return values or ("base64" if as_json else "none")
 
 
 # ---------------------------------------------------------------------------- long work

@@ -9,17 +9,9 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import click
-
-from lowwater.cli.output import VALUES, in_base64, time, visible, write_lines
+from lowwater.cli.output import VALUES, chosen_values, in_base64, time, visible, write_lines
 from lowwater.engine.checkpoints import CheckpointRow
 from lowwater.engine.page_list import PageRow
-
-values_option = click.option(
-    "--values",
-    type=click.Choice(["none", *VALUES]),
-    help="How to show values. The default is none, their size alone; in JSON it is base64.",
-)
 
 
 def print_rows(rows: Iterator[PageRow | CheckpointRow], *, values: str | None, as_json: bool) -> None:
@@ -28,11 +20,10 @@ def print_rows(rows: Iterator[PageRow | CheckpointRow], *, values: str | None, a
 
 def row_writer(*, values: str | None, as_json: bool) -> Callable[[PageRow | CheckpointRow], str]:
     """What makes a line of a row."""
+    shown = chosen_values(values, as_json=as_json)
     if as_json:
-        if values not in (None, "none", "base64"):
-            raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
-        return lambda row: json.dumps(_as_json(row, with_value=values != "none"))
-    return lambda row: _as_text(row, values=values or "none")
+        return lambda row: json.dumps(_as_json(row, with_value=shown != "none"))
+    return lambda row: _as_text(row, values=shown)
 
 
 def _as_json(row: PageRow | CheckpointRow, *, with_value: bool) -> dict[str, Any]:
@@ -69,5 +60,5 @@ def _as_text(row: PageRow | CheckpointRow, *, values: str) -> str:
     if row.place is not None:
         parts.append(f"{row.value_bytes} B in segment {row.place[0]} at {row.place[1]}")
     elif row.value is not None and what == "value":
-        parts.append(f"{row.value_bytes} B" if values == "none" else VALUES[values](row.value))
+        parts.append(VALUES[values](row.value))
     return "  ".join(parts)

@@ -8,8 +8,18 @@ import click
 
 from lowwater.cli.database.opened import log_directory, opened_to_write
 from lowwater.cli.log.dump import Seq
-from lowwater.cli.output import LocalPath, json_option, new_table, number, print_json, print_table, size, time
-from lowwater.cli.rows import print_rows, values_option
+from lowwater.cli.output import (
+    LocalPath,
+    json_option,
+    new_table,
+    number,
+    print_json,
+    print_table,
+    size,
+    time,
+    values_option,
+)
+from lowwater.cli.rows import print_rows
 from lowwater.engine.check import require_log
 from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.real import RealFiles

@@ -19,10 +19,11 @@ from lowwater.cli.output import (
     print_table,
     size,
     standard_output,
+    values_option,
     visible,
     write_lines,
 )
-from lowwater.cli.rows import row_writer, values_option
+from lowwater.cli.rows import row_writer
 from lowwater.engine import format
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX
 from lowwater.engine.lmdb_store import LmdbPages

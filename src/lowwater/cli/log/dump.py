@@ -11,7 +11,16 @@ import click
 
 from lowwater.cli.log.findings import exit_by, finding_as_json
 from lowwater.cli.log.source import Source, opened_source
-from lowwater.cli.output import VALUES, in_base64, json_option, time, visible, write_lines
+from lowwater.cli.output import (
+    VALUES,
+    chosen_values,
+    in_base64,
+    json_option,
+    time,
+    values_option,
+    visible,
+    write_lines,
+)
 from lowwater.engine.chain import FIRST_CONTROL_KIND
 from lowwater.engine.check import Finding
 from lowwater.engine.dump import Selection, dump_entries
@@ -100,11 +109,7 @@ class Moment(click.ParamType[int | datetime]):
 @click.option("--key", help="Only what was done to this key. Quick with --bucket, by the key index.")
 @click.option("--prefix", help="Only entries whose key begins with this.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
-@click.option(
-    "--values",
-    type=click.Choice(["none", *VALUES]),
-    help="How to show values. The default is none, their size alone; in JSON it is base64.",
-)
+@values_option
 @click.option(
     "--salvage", is_flag=True, help="Go on after damage with the next whole entry, and tell what was skipped."
 )
@@ -146,8 +151,7 @@ def print_entries(
     salvage: bool = False,
 ) -> None:
     """The wanted entries, as lines."""
-    if as_json and values in ("utf8", "hex"):
-        raise click.UsageError("In JSON values are base64: leave --values out, or give none.")
+    shown = chosen_values(values, as_json=as_json)
     findings: list[Finding] = []
     with opened_source(ctx, path) as source:
         lines = _lines(
@@ -156,7 +160,7 @@ def print_entries(
             source,
             limit=limit,
             as_json=as_json,
-            values=values or ("base64" if as_json else "none"),
+            values=shown,
         )
         write_lines(lines)
     exit_by(ctx, findings)
@@ -271,7 +275,7 @@ def entry_as_text(entry: Entry, *, values: str) -> str:
     if "body" in document:
         parts.append(visible(json.dumps(document["body"], ensure_ascii=False)))
     elif entry.value:
-        parts.append(f"{len(entry.value)} B" if values == "none" else VALUES[values](entry.value))
+        parts.append(VALUES[values](entry.value))
     return "  ".join(parts).rstrip()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from lowwater.cli.output import json_option, number, time, write_lines
-from lowwater.cli.rows import print_rows, values_option
+from lowwater.cli.output import json_option, number, time, values_option, write_lines
+from lowwater.cli.rows import print_rows
 from lowwater.cli.tier.opened import opened_store
 from lowwater.engine.catalogue import (
     Catalogue,
