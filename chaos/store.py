@@ -28,6 +28,7 @@ from lowwater.errors import (
     StoreUnavailable,
     UploadGone,
 )
+from lowwater.tiering.checksums import Checksum, Hashing, Sent
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.store import Found, Part, at, counted
 
@@ -35,6 +36,9 @@ Kind = Literal["write", "read", "stat", "list", "delete", "copy"]
 Trouble = Literal["unavailable", "timed_out", "throttled", "denied", "missing", "read_only", "gone"]
 
 T = TypeVar("T")
+
+# A checksum of more is of the checksums of such parts.
+PART_BYTES = 20_000
 
 MESSAGES: dict[Trouble, tuple[type[LowwaterError], str]] = {
     "unavailable": (StoreUnavailable, "the store answered 500"),
@@ -64,9 +68,11 @@ class Fault:
     `error` is what the client sees: before any effect, with `after` once it has happened, with `late` that
     many operations later (and by then perhaps after a write of the same name: the condition holds then too;
     a late delete does delete). `taken_bytes` of a write come in before its error: an upload that is left.
-    `lost` and `kept_bytes` are lies: the write is answered as if all were well, and nothing, or so much,
-    is there. `short_bytes` and `flip_bit` (modulo the length) spoil what a read returns, the object stays
-    right. `stale` is how many operations ago a list was true. `slow_s` passes on the virtual clock.
+    `lost`, `kept_bytes` and `flip_kept` are lies: the write is answered as if all were well, and nothing, or
+    so much, or with one bit (modulo the length) another one, is there. With `wrong_checksum` the store says
+    that of other bytes, as one does that encrypts them. `short_bytes` and `flip_bit` (modulo the length)
+    spoil what a read returns, the object stays right. `stale` is how many operations ago a list was true.
+    `slow_s` passes on the virtual clock.
     """
 
     error: Trouble | None = None
@@ -75,6 +81,8 @@ class Fault:
     taken_bytes: int | None = None
     lost: bool = False
     kept_bytes: int | None = None
+    flip_kept: int | None = None
+    wrong_checksum: bool = False
     short_bytes: int | None = None
     flip_bit: int | None = None
     stale: int = 0
@@ -95,7 +103,8 @@ class Change(NamedTuple):
 
 class FaultyStore:
     """The server. `down` refuses everything; `pending` are uploads that were left, by the name of their
-    object; `page_size` is how much of a list one operation gives."""
+    object; `page_size` is how much of a list one operation gives. `has_checksums` says that it knows the MD5
+    of what it has."""
 
     def __init__(
         self,
@@ -105,8 +114,11 @@ class FaultyStore:
         clock: VirtualClock | None = None,
         page_size: int = 1000,
         objects: MemoryObjects | None = None,
+        has_checksums: bool = True,
     ) -> None:
         self.uri = uri
+        self.hashing = Hashing(PART_BYTES)
+        self.has_checksums = has_checksums
         self.fault = fault
         self.down = False
         self.operations = 0
@@ -196,6 +208,11 @@ class FaultyStore:
         self._changes.append(Change(self.operations, name, before))
         return True
 
+    def replace(self, name: str, data: bytes) -> None:
+        before = self._size(name)
+        self.objects.replace(name, data)
+        self._changes.append(Change(self.operations, name, before))
+
     def remove(self, name: str) -> None:
         before = self._size(name)
         if before is not None:
@@ -258,15 +275,29 @@ class FaultyStoreClient(MemoryStore):
         self._server = server
         self._crashed = False
 
+    @property
+    def hashing(self) -> Hashing:
+        return self._server.hashing
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        return self._write(name, parts, size, self._server.add)
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        def replace(name: str, data: bytes) -> bool:
+            self._server.replace(name, data)
+            return True
+
+        self._write(name, parts, size, replace)
+
+    def _write(
+        self, name: str, parts: Iterable[Part], size: int | None, keep: Callable[[str, bytes], bool]
+    ) -> bool:
         self._check(name, writing=True)
         # All of it, before anything happens: an error of the parts is no operation.
         data = b"".join(counted(parts, size, at(self.uri, name)))
 
         def effect(fault: Fault) -> bool:
-            if fault.lost:
-                return True
-            return self._server.add(name, data if fault.kept_bytes is None else data[: fault.kept_bytes])
+            return fault.lost or keep(name, _kept(data, fault))
 
         return self._server.perform(self, "write", name, effect, size=len(data))
 
@@ -274,13 +305,7 @@ class FaultyStoreClient(MemoryStore):
         self._check(name)
 
         def effect(fault: Fault) -> bytes:
-            data = bytearray(self._get(name)[start:end])
-            if fault.short_bytes is not None:
-                del data[fault.short_bytes :]
-            if fault.flip_bit is not None and data:
-                place, bit = divmod(fault.flip_bit % (len(data) * 8), 8)
-                data[place] ^= 1 << bit
-            return bytes(data)
+            return _flipped(self._get(name)[start:end][: fault.short_bytes], fault.flip_bit)
 
         return self._server.perform(self, "read", name, effect)
 
@@ -288,15 +313,26 @@ class FaultyStoreClient(MemoryStore):
         self._check(name)
         return self._server.perform(self, "stat", name, lambda _: Found(name, len(self._get(name))))
 
+    def checksum(self, name: str) -> Checksum:
+        self._check(name)
+
+        def effect(fault: Fault) -> Checksum:
+            data = self._get(name)
+            sent = Sent(self.hashing)
+            for _ in sent.passing([b"other bytes" if fault.wrong_checksum else data]):
+                pass
+            md5 = max(sent.md5s, key=len) if self._server.has_checksums else ""
+            return Checksum(len(data), md5)
+
+        return self._server.perform(self, "stat", name, effect)
+
     def copy(self, source: str, target: str) -> bool:
         self._check(source)
         self._check(target, writing=True)
 
         def effect(fault: Fault) -> bool:
             data = self._get(source)
-            if fault.lost:
-                return True
-            return self._server.add(target, data if fault.kept_bytes is None else data[: fault.kept_bytes])
+            return fault.lost or self._server.add(target, _kept(data, fault))
 
         return self._server.perform(self, "copy", target, effect)
 
@@ -327,11 +363,25 @@ class FaultyStoreClient(MemoryStore):
         return self._server.perform(self, "list", prefix, effect)
 
 
+def _kept(data: bytes, fault: Fault) -> bytes:
+    return _flipped(data[: fault.kept_bytes], fault.flip_kept)
+
+
+def _flipped(data: bytes, bit: int | None) -> bytes:
+    """The same with one bit another one, wherever that number falls."""
+    if bit is None or not data:
+        return data
+    place, bit = divmod(bit % (len(data) * 8), 8)
+    changed = bytearray(data)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
 def random_faults(
     rng: random.Random, *, chance: float, lies: bool = False, late_max: int = 20
 ) -> Callable[[Operation], Fault | None]:
     """A schedule: with this chance something that a store may do to that kind of operation. What no store
-    that keeps its word does, `lies` adds: lost and cut objects, spoilt reads."""
+    that keeps its word does, `lies` adds: lost, cut and flipped objects, spoilt reads, strange checksums."""
 
     def schedule(operation: Operation) -> Fault | None:
         if rng.random() >= chance:
@@ -347,11 +397,19 @@ def random_faults(
                     Fault(error="gone"),
                 ]
                 if lies:
-                    choices += [Fault(lost=True), Fault(kept_bytes=rng.randint(0, operation.size))]
+                    choices += [
+                        Fault(lost=True),
+                        Fault(kept_bytes=rng.randint(0, operation.size)),
+                        Fault(flip_kept=rng.randint(0, 1 << 20)),
+                    ]
             case "copy":
                 choices += [Fault(error="timed_out", after=True)]
                 if lies:
-                    choices += [Fault(lost=True), Fault(kept_bytes=rng.randint(0, 100))]
+                    choices += [
+                        Fault(lost=True),
+                        Fault(kept_bytes=rng.randint(0, 100)),
+                        Fault(flip_kept=rng.randint(0, 1 << 20)),
+                    ]
             case "delete":
                 choices += [
                     Fault(error="timed_out", after=True),
@@ -362,6 +420,8 @@ def random_faults(
                     Fault(short_bytes=rng.randint(0, 100)),
                     Fault(flip_bit=rng.randint(0, 1 << 20)),
                 ]
+            case "stat" if lies:
+                choices += [Fault(wrong_checksum=True)]
             case "list":
                 choices += [Fault(stale=rng.randint(1, late_max))]
         return rng.choice(choices)

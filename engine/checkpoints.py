@@ -13,6 +13,7 @@ Always true:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
@@ -44,7 +45,7 @@ from lowwater.engine.ckpt import (
     parse_name,
 )
 from lowwater.engine.content import Known
-from lowwater.engine.directory import typed_errors
+from lowwater.engine.directory import local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.pages import BUCKET, REFERENCE, decode_key
 from lowwater.engine.seams import File, Files, write_all
@@ -119,9 +120,12 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------------ files
 
-    def open_index(self) -> File:
+    def read_index(self) -> bytes:
+        """The bytes of the index, which are those of its name."""
         with typed_errors(self.path, "read a checkpoint"):
-            return self._files.open(self.path)
+            data = read_file(self._files, self.path)
+            decode_named(data, self.path.rpartition("/")[2])
+            return data
 
     def open_pack(self, pack: bytes) -> File:
         path = f"{self.packs_directory}/{pack_name(pack)}"
@@ -303,6 +307,11 @@ class Checkpoints:
         """The newest one of a seq up to this."""
         return next((each for each in self._complete if each.seq <= seq), None)
 
+    def pass_over(self, seq: int) -> None:
+        """No longer count the checkpoint of `seq`, which was found to be damaged. It is removed with those
+        that are too old."""
+        self._complete = [each for each in self._complete if each.seq != seq]
+
     def size_bytes(self) -> int:
         """What indexes and packs take of the disk, those too that nobody needs any more."""
         sizes: dict[str, int] = {}
@@ -423,10 +432,10 @@ def _seq_of(stored: StoredCheckpoint) -> int:
     return stored.seq
 
 
-def read_checkpoint(path: str, files: Files | None = None) -> Iterator[CheckpointRow]:
+def read_checkpoint(path: str | os.PathLike[str], files: Files | None = None) -> Iterator[CheckpointRow]:
     """The rows of the checkpoint with this index file, whose packs lie where its data directory has them. All
     hashes are compared: what comes out is what the name of the file stands for."""
-    stored = open_checkpoint(path, files)
+    stored = open_checkpoint(local_path(path), files)
     stored.index  # noqa: B018 — a damaged one is told before the first row
     return stored.rows()
 

@@ -469,6 +469,12 @@ class Core:
         self._require_open()
         return self._checkpoints.complete
 
+    def pass_over_checkpoint(self, seq: int) -> None:
+        """Do without the checkpoint of `seq`, whose files here are damaged. What would rest on it is made
+        whole, unless it is in the archive."""
+        with self._checkpointing:
+            self._checkpoints.pass_over(seq)
+
     def checkpoints_bytes(self) -> int:
         """What they take of the disk."""
         return self._checkpoints.size_bytes()

@@ -603,7 +603,7 @@ class _NotWantedError(Exception):
     """An entry that the engine itself wants would have no effect."""
 
 
-_logger = get_logger("lowwater.engine")
+_logger = get_logger("engine")
 
 
 def open_database(

@@ -279,7 +279,8 @@ class LmdbPages:
     def copy_to(self, directory: str) -> None:
         """All of it without free room, into an empty directory. It is not durable there yet."""
         with _translated(directory, "copy the pages"):
-            self._read(lambda _: self._environment.copy(directory, compact=True))
+            target: Any = os.fsencode(directory)
+            self._read(lambda _: self._environment.copy(target, compact=True))
 
     def read_meta(self) -> dict[bytes, bytes]:
         return self._read(lambda transaction: dict(transaction.cursor(self._meta)))
@@ -584,7 +585,7 @@ def _growth(now: int) -> int:
 
 def _open_environment(path: str, *, read_only: bool, map_bytes: int) -> lmdb.Environment:
     return lmdb.open(
-        path,
+        os.fsencode(path),  # of a text it would take UTF-8 alone
         map_size=map_bytes,
         readonly=read_only,
         create=False,

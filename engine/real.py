@@ -80,7 +80,7 @@ class ThreadTask:
             while not self._stopping:
                 delay = self._step()
                 if delay != 0:
-                    self._wake.wait(delay)
+                    self._wake.wait(delay if delay is None else min(delay, threading.TIMEOUT_MAX))
                     self._wake.clear()
                 elif now_s() - began_s < TURN_S:
                     continue

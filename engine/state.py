@@ -769,6 +769,15 @@ class State:
                 return 0 if self._is_deletion(each, page) else each.seq
         return 0
 
+    def is_own(self, key: bytes, seq: int, viewer: int) -> bool:
+        """Whether what the transaction `viewer` sees of a key, as of `seq`, it has written itself."""
+        with self.lock:
+            records, page, row, view = self._versions(key)
+        for each in seen(records, page, row, view or {}, viewer=viewer):
+            if each.is_own or each.seq <= seq:
+                return each.is_own
+        return False
+
     def changed_since(self, low: bytes, high: bytes, seq: int, viewer: int = 0) -> bool:
         """Whether a key from `low` to below `high` has a version above `seq` that is not the viewer's own."""
         position: bytes | None = low

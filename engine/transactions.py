@@ -107,14 +107,23 @@ class Transaction:
         return found
 
     def _read(self, encoded: bytes, bucket: str, key: str) -> Object | None:
-        if self._isolation == "serializable":
+        state = self._database._state
+        found = state.away.call(
+            lambda: state.at(encoded, bucket, key, self.snapshot_seq, viewer=self._spill.txn)
+        )
+        if self._isolation == "serializable" and not self._is_own(encoded, found):
             if len(self._read_keys) == READ_KEYS_MAX:
                 raise LimitExceeded("a serializable transaction has read too many keys", hint="divide it")
             self._read_keys[encoded] = None
+        return found
+
+    def _is_own(self, encoded: bytes, found: Object | None) -> bool:
+        """Whether that was read of what this has written itself, and is in the log already: it says nothing
+        of what others do, also where it is taken back later."""
+        if not self._spill.txn or found is not None:
+            return found is not None and not found.seq
         state = self._database._state
-        return state.away.call(
-            lambda: state.at(encoded, bucket, key, self.snapshot_seq, viewer=self._spill.txn)
-        )
+        return state.away.call(lambda: state.is_own(encoded, self.snapshot_seq, self._spill.txn))
 
     def scan(self, bucket: str, prefix: str = "") -> Iterator[Object]:
         """The objects of a bucket as this transaction sees them, in order. Its own writes while the scan

@@ -20,6 +20,7 @@ from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDe
 from lowwater.engine.chain import Creation
 from lowwater.engine.entries import decode_payload
 from lowwater.errors import DataError, NotFound
+from lowwater.logging import get_logger
 from lowwater.tiering import shipped_log
 from lowwater.tiering.archive import Archive
 from lowwater.tiering.built_checkpoints import built_checkpoints, pass_over
@@ -30,6 +31,8 @@ from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.remote_segment import RemoteSegment
 from lowwater.tiering.shipped_log import Moment, shown_time
 from lowwater.tiering.store import Store
+
+_logger = get_logger("restore")
 
 
 class Reached(NamedTuple):
@@ -59,6 +62,10 @@ class Point(NamedTuple):
     before: SegmentDescriptor | None
     """The one before these."""
 
+    @property
+    def checkpoint_seq(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.seq
+
 
 def reach(archive: Archive, at: Moment = None) -> Reached:
     """All that can be restored. For a moment, what an older manifest reaches will do where the newest one
@@ -86,13 +93,12 @@ def seq_of(reached: Reached, fetcher: Fetcher, uri: str, at: Moment) -> int:
 
 
 def point_of(
-    reached: Reached, store: Store, fetcher: Fetcher, seq: int, *, built_max: int = format.SEQ_MAX
+    reached: Reached, store: Store, fetcher: Fetcher, seq: int, *, checkpoint_max: int = format.SEQ_MAX
 ) -> Point:
-    """What restoring to `seq` needs. Of checkpoints that no manifest names those up to `built_max` count: a
-    restore that is gone on with has begun with one."""
-    checkpoint = reached.recorded.checkpoint_not_above(seq)
-    built = _built(reached, store, fetcher, min(seq, built_max))
-    checkpoint = built or checkpoint
+    """What restoring to `seq` needs. Of checkpoints those up to `checkpoint_max` count: a restore that is
+    gone on with has begun with one."""
+    newest = min(seq, checkpoint_max)
+    checkpoint = _built(reached, store, fetcher, newest) or _recorded(reached.recorded, fetcher, newest)
     redo_seq = 1
     if checkpoint is not None:
         redo_seq = checkpoint.seq + 1
@@ -105,6 +111,22 @@ def point_of(
         segments = [reached.all.segments[reached.all.segments.count_to(_first, seq) - 1]]
     before = reached.all.segments.count_to(_first, segments[0].first) - 2
     return Point(seq, checkpoint, segments, reached.all.segments[before] if before >= 0 else None)
+
+
+def _recorded(recorded: Catalogue, fetcher: Fetcher, seq: int) -> CheckpointDescriptor | None:
+    """The newest checkpoint up to `seq` whose index can be read. That one is lost must not end a restore: the
+    log has everything."""
+    while (found := recorded.checkpoint_not_above(seq)) is not None:
+        remote = RemoteCheckpoint(fetcher, found)
+        try:
+            remote.index  # noqa: B018 — read and compared
+            return found
+        except (DataError, NotFound) as error:
+            if error.path != remote.path:
+                raise  # all of a parent's archive is
+            _logger.error("a checkpoint of the archive is lost", object=remote.path, error=str(error))
+        seq = found.seq - 1
+    return None
 
 
 def _built(reached: Reached, store: Store, fetcher: Fetcher, seq: int) -> CheckpointDescriptor | None:

@@ -78,14 +78,18 @@ def rebuild_pages(
     uri = tier or loaded.tier.store_uri()
     store = None if uri is None else store_of(uri, loaded)[0]
     try:
-        return rebuild_with(settings.path, settings.log_path, store, seams)
+        at_once = loaded.shipping.uploads_at_once
+        return rebuild_with(settings.path, settings.log_path, store, seams, fetched_at_once=at_once)
     finally:
         if store is not None:
             store.close()
 
 
-def rebuild_with(path: str, log_directory: str, store: Store | None, seams: Seams) -> Rebuilt:
-    """The same with the store itself, which stays the caller's."""
+def rebuild_with(
+    path: str, log_directory: str, store: Store | None, seams: Seams, *, fetched_at_once: int = 1
+) -> Rebuilt:
+    """The same with the store itself, which stays the caller's. With `fetched_at_once` above 1, segments are
+    fetched by threads."""
     files = seams.files
     require_restored(files, path)
     require_log(files, log_directory)
@@ -103,7 +107,7 @@ def rebuild_with(path: str, log_directory: str, store: Store | None, seams: Seam
     lock = lock_directory(files, log_directory, seams.owner)
     try:
         with typed_errors(path, "make the pages again"):
-            return _rebuild(files, path, log_directory, seq_first, store, plan)
+            return _rebuild(files, path, log_directory, seq_first, store, plan, fetched_at_once)
     finally:
         lock.close()
 
@@ -149,7 +153,13 @@ def _agreed(archive: Catalogue, log: Log) -> int:
 
 
 def _rebuild(
-    files: Files, path: str, log_directory: str, seq_first: int, store: Store | None, plan: _Plan | None
+    files: Files,
+    path: str,
+    log_directory: str,
+    seq_first: int,
+    store: Store | None,
+    plan: _Plan | None,
+    fetched_at_once: int,
 ) -> Rebuilt:
     pages = f"{path}/{PAGES_DIRECTORY}"
     made = pages + REBUILDING
@@ -162,8 +172,9 @@ def _rebuild(
         missing = [each for each in plan.point.segments if each.last < seq_first]
         # The newest first, so that the log has no gap, whenever this ends.
         segments.begin(files, log_directory)
-        for segment in reversed(missing):
-            segments.fetch(store, files, log_directory, segment, lambda _: None)
+        segments.fetch_all(
+            store, files, log_directory, reversed(missing), lambda _: None, at_once=fetched_at_once
+        )
         fetched = len(missing)
         checkpoint = plan.point.checkpoint
         if checkpoint is not None:

@@ -12,12 +12,14 @@ Always true:
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.catalogue import SegmentDescriptor
 from lowwater.engine.chain import CLUSTER_ID_BYTES
 from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
@@ -47,6 +49,7 @@ from lowwater.recovery.point import (
 from lowwater.recovery.references import install_checkpoint
 from lowwater.recovery.warming import Warming
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Found, Part, Store
@@ -127,6 +130,7 @@ def restore(
             full=full,
             progress=progress or _nobody,
             log_directory=None if loaded.wal.dir is None else os.path.abspath(loaded.wal.dir),
+            fetched_at_once=loaded.shipping.uploads_at_once,
         )
     finally:
         store.close()
@@ -139,22 +143,38 @@ class _Counting:
         self._store = store
         self.uri = store.uri
         self.requests = self.bytes = 0
+        self._lock = threading.Lock()
+
+    def _count(self, size: int = 0) -> None:
+        with self._lock:
+            self.requests += 1
+            self.bytes += size
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         data = self._store.read(name, start, end)
-        self.requests += 1
-        self.bytes += len(data)
+        self._count(len(data))
         return data
 
     def stat(self, name: str) -> Found:
-        self.requests += 1
+        self._count()
         return self._store.stat(name)
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
-        self.requests += 1
+        self._count()
         return self._store.list(prefix, start_after)
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
+    def checksum(self, name: str) -> Checksum:
+        self.requests += 1
+        return self._store.checksum(name)
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        raise AssertionError("a restore does not change the archive")
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
         raise AssertionError("a restore does not change the archive")
 
     def copy(self, source: str, target: str) -> bool:
@@ -182,11 +202,19 @@ def restore_with(
     seams: Seams | None = None,
     pages: PageStore | None = None,
     log_directory: str | None = None,
+    fetched_at_once: int = 1,
 ) -> Restored:
     """The same with everything that a test, or a simulation, puts in its place. The store stays the
-    caller's."""
+    caller's. With `fetched_at_once` above 1, segments are fetched by threads."""
     return _Restore(
-        store, path, options or {}, seams or real_seams(), pages, progress, log_directory or ""
+        store,
+        path,
+        options or {},
+        seams or real_seams(),
+        pages,
+        progress,
+        log_directory or "",
+        fetched_at_once,
     ).run(at, clone=clone or at is not None, full=full)
 
 
@@ -213,6 +241,7 @@ class _Restore:
         pages: PageStore | None,
         progress: Progress,
         log_elsewhere: str,
+        fetched_at_once: int,
     ) -> None:
         """`log_elsewhere` is where the log is put; empty for in the directory."""
         self._store = _Counting(store)
@@ -224,6 +253,7 @@ class _Restore:
         self._files: Files = seams.files
         self._pages = pages
         self._progress = progress
+        self._fetched_at_once = fetched_at_once
 
     def run(self, at: Moment, *, clone: bool, full: bool) -> Restored:
         began_s = self._seams.clock.monotonic()
@@ -238,8 +268,15 @@ class _Restore:
             if begun is not None:
                 self._require_same(begun, archive.cluster_id, at, wanted, clone=clone)
                 wanted = begun.wanted_seq
-            built_max = format.SEQ_MAX if begun is None else begun.checkpoint_seq
-            point = point_of(reached, self._store, fetcher, wanted, built_max=built_max)
+            checkpoint_max = format.SEQ_MAX if begun is None else begun.checkpoint_seq
+            point = point_of(reached, self._store, fetcher, wanted, checkpoint_max=checkpoint_max)
+            if begun is not None and point.checkpoint_seq != begun.checkpoint_seq:
+                raise Corrupt(
+                    f"this restore has begun with the checkpoint of {begun.checkpoint_seq}, which is lost",
+                    path=self._store.uri,
+                    seq=begun.checkpoint_seq,
+                    hint="bring it back from another copy of the archive, or restore into a new directory",
+                )
             origin = begun
             if origin is None:
                 origin = self._origin(archive.cluster_id, reached, point, clone=clone)
@@ -382,7 +419,7 @@ class _Restore:
             epoch=reached.epoch,
             wanted_seq=point.seq,
             seq=point.seq,
-            checkpoint_seq=0 if checkpoint is None else checkpoint.seq,
+            checkpoint_seq=point.checkpoint_seq,
             checkpoint_hash=NO_HASH if checkpoint is None else checkpoint.hash,
             parent_manifest=NO_HASH if reached.manifest is None else reached.manifest.hash,
             parent_segment=parent_segment(reached),
@@ -430,14 +467,23 @@ class _Restore:
 
         whole = [each for each in point.segments if each.last <= point.seq]
         cut_off = [each for each in point.segments if each.last > point.seq]
-        for segment in whole:
-            segments.fetch(self._store, self._files, self._log_directory, segment, passing)
+        self._fetch_whole(whole, passing)
         for segment in cut_off:
             has_begun = segments.fetch_beginning(
                 fetcher, self._files, self._log_directory, segment, point.seq, passing
             )
             if not has_begun and not whole and point.before is not None:
-                segments.fetch(self._store, self._files, self._log_directory, point.before, passing)
+                self._fetch_whole([point.before], passing)
+
+    def _fetch_whole(self, wanted: Iterable[SegmentDescriptor], passing: segments.Passing) -> None:
+        segments.fetch_all(
+            self._store,
+            self._files,
+            self._log_directory,
+            wanted,
+            passing,
+            at_once=self._fetched_at_once,
+        )
 
     def _end_log(self, origin: Origin) -> tuple[Origin, int]:
         """Have the log end where it has to: with which entry of the archive, and its time. A clone goes on
@@ -514,7 +560,6 @@ class _Restore:
                 done += size
                 self._progress("values", min(done, total), total)
 
-            for segment in reversed(older):
-                segments.fetch(self._store, self._files, self._log_directory, segment, passing)
+            self._fetch_whole(reversed(older), passing)
         finally:
             lock.close()

@@ -1,12 +1,21 @@
 """Segments of an archive, brought into a log directory.
 
-Always true: a file under its final name is whole, verified and durable, so what is there need not be fetched
-again. A segment whose end lies above the point becomes the segment that is being written, without its end.
+Always true:
+  - a file under its final name is whole, verified and durable, so what is there need not be fetched again;
+  - of several that are wanted, each has its name before the next one gets its own, however many are fetched
+    at once: what lies there has no gap, whenever this ends. Those that came ahead wait under temporary names,
+    as many as are fetched at once, and a fault ends it where the one that has it would have had its turn;
+  - a segment whose end lies above the point becomes the segment that is being written, without its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor  # noqa: TID251 — the caller waits for all of it
+from itertools import islice
+from queue import SimpleQueue
 
 from lowwater.engine import format
 from lowwater.engine.catalogue import SegmentDescriptor
@@ -40,16 +49,72 @@ def begin(files: Files, directory: str) -> None:
                 files.remove(f"{directory}/{name}")
 
 
-def fetch(store: Store, files: Files, directory: str, segment: SegmentDescriptor, passing: Passing) -> None:
-    """Have a whole segment in the log directory."""
-    BEFORE_SEGMENT()
-    path = f"{directory}/{segment_name(segment.first, segment.last)}"
+def fetch_all(
+    store: Store,
+    files: Files,
+    directory: str,
+    wanted: Iterable[SegmentDescriptor],
+    passing: Passing,
+    *,
+    at_once: int = 1,
+) -> None:
+    """Have whole segments in the log directory, in this order, and fetch so many of them at once; with 1
+    there is no thread. `passing` is told by the caller's thread."""
+    if at_once == 1:
+        for segment in wanted:
+            BEFORE_SEGMENT()
+            if _bring(store, files, directory, segment, passing):
+                _name(files, directory, segment)
+        return
+    left = iter(wanted)
+    waiting: deque[tuple[SegmentDescriptor, Future[bool]]] = deque()
+    sizes: SimpleQueue[int] = SimpleQueue()
+    is_stopped = threading.Event()
+
+    def came(size: int) -> None:
+        if is_stopped.is_set():
+            raise _Stopped
+        sizes.put(size)
+
+    pool = ThreadPoolExecutor(at_once, thread_name_prefix="lowwater-restore")
+    try:
+        while True:
+            for segment in islice(left, at_once - len(waiting)):
+                BEFORE_SEGMENT()
+                future = pool.submit(_bring, store, files, directory, segment, came)
+                future.add_done_callback(lambda _: sizes.put(0))  # who waits looks again
+                waiting.append((segment, future))
+            if not waiting:
+                return
+            segment, future = waiting[0]
+            while not future.done() or not sizes.empty():
+                passing(sizes.get())
+            if future.result():
+                _name(files, directory, segment)
+            waiting.popleft()
+    finally:
+        # A request that is under way ends by itself; nothing is begun any more.
+        is_stopped.set()
+        pool.shutdown(cancel_futures=True)
+
+
+class _Stopped(Exception):
+    """Nobody waits for this segment any more."""
+
+
+def _path(directory: str, segment: SegmentDescriptor) -> str:
+    return f"{directory}/{segment_name(segment.first, segment.last)}"
+
+
+def _bring(store: Store, files: Files, directory: str, segment: SegmentDescriptor, passing: Passing) -> bool:
+    """Have a segment under its temporary name. False where it is here already."""
+    path = _path(directory, segment)
+    temporary = path + TEMPORARY
     name = names.segment_name(segment)
     with typed_errors(path, "restore a segment"):
         if _is_here(files, directory, path, segment):
             passing(segment.size)
-            return
-        temporary = path + TEMPORARY
+            return False
         for is_last in (False, True):
             try:
                 _copy(store, files, name, temporary, segment, passing)
@@ -58,11 +123,18 @@ def fetch(store: Store, files: Files, directory: str, segment: SegmentDescriptor
                 raise Corrupt("a segment is not in the store", path=at(store.uri, name), hint=HINT) from error
             except DataError as error:
                 # Damage on the way heals, damage in the store does not.
-                begin(files, directory)
+                if temporary.rpartition("/")[2] in files.list(directory):
+                    files.remove(temporary)
                 if is_last:
                     error.path, error.hint = at(store.uri, name), HINT
                     raise
-        files.rename(temporary, path)
+    return True
+
+
+def _name(files: Files, directory: str, segment: SegmentDescriptor) -> None:
+    path = _path(directory, segment)
+    with typed_errors(path, "restore a segment"):
+        files.rename(path + TEMPORARY, path)
         files.sync_directory(directory)
     AFTER_SEGMENT()
 

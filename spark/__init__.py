@@ -9,7 +9,10 @@ of something that is public: once imported it would stand in its place.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from lowwater.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from lowwater.spark.audit import verify
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from lowwater.spark.frames import changes, log_frame, state_as_of, versions
     from lowwater.spark.start import session
 
+# What the extra brings, and nothing else does.
+NEEDED = ("pyspark", "pyarrow", "numpy")
 # By name, the module that has it.
 _PUBLIC = {
     "build_checkpoint": "building",
@@ -55,4 +60,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for package in NEEDED:
+        if find_spec(package) is None:
+            wrong = f"lowwater.spark needs {package}, which is not installed"
+            raise InvalidConfig(wrong, hint="pip install 'lowwater[spark]'")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

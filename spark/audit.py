@@ -16,10 +16,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.spark.jobs import Progress, grouped, run_job
-from lowwater.spark.plan import shared_place
+from lowwater.spark.plan import Place, open_own, store_place
 from lowwater.spark.tasks import cores_of
 from lowwater.tiering.names import parse
-from lowwater.tiering.open_store import open_store
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.scrub_objects import (
     Item,
@@ -58,7 +57,7 @@ def verify(
 
     `deep` reads and verifies every byte, else names, sizes, the catalogue and the ends of segments. Columns:
     severity (error, warning, note), what, where, seq, offset, hint."""
-    store = open_store(uri, options=options, read_only=True)
+    store = open_own(store_place(uri, options))
     try:
         scrub = Scrub(store, deep=deep, look=look_in_spark(spark, uri, options, progress))
         rows = [tuple(finding) for finding in scrub.findings()]
@@ -74,13 +73,13 @@ def look_in_spark(
     progress: Progress | None = None,
 ) -> Look:
     """For a `Scrub`: who looks at the objects of the store at `uri`."""
-    shared_place(uri, options)
+    place = store_place(uri, options)
 
     def look(store: WatchedStore, known: Known, items: list[Item]) -> Iterator[Seen]:
         groups = grouped(items, partial(_cost, known.deep), 2 * cores_of(spark))
         done = run_job(
             spark,
-            partial(_look_at, uri, dict(options or {}), known),
+            partial(_look_at, place, known),
             groups,
             what=_what(items[0]),
             progress=progress,
@@ -98,9 +97,9 @@ class _Looked(NamedTuple):
     requests: int
 
 
-def _look_at(uri: str, options: Mapping[str, str], known: Known, items: list[Item]) -> _Looked:
+def _look_at(place: Place, known: Known, items: list[Item]) -> _Looked:
     """One task."""
-    opened = open_store(uri, options=options, read_only=True)
+    opened = open_own(place)
     try:
         store = WatchedStore(opened)
         seen = list(look_with_threads(AT_ONCE)(store, known, items))

@@ -38,17 +38,17 @@ from lowwater.spark.columns import as_arrow, schema_of
 from lowwater.spark.control import due_at
 from lowwater.spark.cutting import BLOCK_TYPES, cut_fragments, cut_part, described_in
 from lowwater.spark.jobs import Progress, errors_of_tasks
-from lowwater.spark.plan import PART_BYTES, Pinned, Place, Verify, creation_of, open_place, seq_of
+from lowwater.spark.plan import PART_BYTES, Pinned, Place, Verify, creation_of, open_own, open_place, seq_of
 from lowwater.spark.reading import CONTENT_COLUMNS, CONTENT_TYPES, checkpoint_content, newest_content
 from lowwater.spark.tasks import cores_of, map_batches
 from lowwater.tiering.built_checkpoints import built_checkpoints
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.names import checkpoint_name, pack_object_name, segment_name
-from lowwater.tiering.open_store import open_store
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 from lowwater.tiering.remote_segment import RemoteSegment
 from lowwater.tiering.shipped_log import Moment
-from lowwater.tiering.store import Store, at, write_verified
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verified_writes import write_verified
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -107,8 +107,7 @@ def build_checkpoint(
             hint="a database makes checkpoints itself, with `db.checkpoint()`",
         )
     seq = _entry_of(archive, at)
-    place = archive.pinned.place
-    store = open_store(place.uri, options=place.options)
+    store = open_own(archive.pinned.place, read_only=False)
     builder = _Builder(archive, store, creation_of(archive.pinned), from_segments, progress or _nobody)
     try:
         with errors_of_tasks("the checkpoint"):
@@ -459,15 +458,14 @@ def keep(store: Store, name: str, data: bytes) -> bool:
     return made
 
 
-_stores: dict[tuple[str, tuple[tuple[str, str], ...]], Store] = {}
+_stores: dict[object, Store] = {}
 
 
 def write_packs(batches: Iterator[pa.RecordBatch], place: Place) -> Iterator[pa.RecordBatch]:
     """Blocks in order, with the numbers of their packs."""
-    known = (place.uri, tuple(sorted(place.options.items())))
-    store = _stores.get(known)
+    store = _stores.get(place.known_as)
     if store is None:
-        store = _stores[known] = open_store(place.uri, options=place.options)
+        store = _stores[place.known_as] = open_own(place, read_only=False)
     current, parts = -1, [pack_header()]
     for batch in batches:
         numbers, data = batch.column("pack").to_pylist(), batch.column("data").to_pylist()

@@ -13,7 +13,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -38,19 +38,20 @@ from lowwater.spark.plan import (
     Part,
     Piece,
     Pinned,
+    Place,
     Selection,
     Verify,
+    open_own,
     parts,
     pin,
     require_kinds,
     require_names,
     require_reading,
     seq_of,
-    shared_place,
+    store_place,
 )
 from lowwater.spark.segments import raw_batches, require_columns
 from lowwater.spark.tasks import cores_of, map_batches
-from lowwater.tiering.open_store import open_store
 from lowwater.tiering.shipped_log import Moment
 from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
@@ -109,7 +110,7 @@ def export_parquet(
     _require(what, partition_by, kinds, columns, compression)
     require_names(bucket=bucket, prefix=prefix)
     require_reading(verify, part_bytes)
-    shared_place(to, to_options)
+    place = store_place(to, to_options)
     wanted: dict[str, Any] = {
         "what": what,
         "partition_by": partition_by,
@@ -119,7 +120,7 @@ def export_parquet(
         "columns": None if columns is None else list(columns),
     }
     pinned = pin(uri, options)
-    store = open_store(to, options=to_options)
+    store = open_own(place, read_only=False)
     try:
         target = Target(store)
         _require_same(target, pinned, wanted)
@@ -134,7 +135,7 @@ def export_parquet(
             target.tidy(last.number)
             return Exported(store.uri, what, last.seq_last + 1, last.seq_last, 0, 0, 0)
         plan = target.begin(plan)
-        job = _Job(to, dict(to_options or {}), plan.number, partition_by, compression)
+        job = _Job(place, plan.number, partition_by, compression)
         if what == "log":
             files = _export_log(spark, target, pinned, plan, job, verify, progress)
         else:
@@ -317,8 +318,7 @@ def _selection(wanted: Mapping[str, Any], first: int, last: int) -> Selection:
 class _Job:
     """What every task has to know of where its files belong."""
 
-    to: str
-    options: Mapping[str, str] = field(repr=False)
+    place: Place
     run: int
     partition_by: PartitionBy | None
     compression: str
@@ -372,7 +372,7 @@ def _export_log(
 
 def _export_part(job: _Job, columns: Sequence[str], item: tuple[int, Part]) -> list[File]:
     number, part = item
-    store = open_store(job.to, options=job.options)
+    store = open_own(job.place, read_only=False)
     try:
         files = job.files(store, stem(job.run, number), arrow_schema(columns), None)
         for batch in raw_batches(part, columns):
@@ -422,7 +422,7 @@ def _write_rows(job: _Job, token: str, batches: Iterator[pa.RecordBatch]) -> Ite
     task = context.partitionId() if context is not None else 0
     attempt = context.taskAttemptId() if context is not None else 0
     files: ParquetFiles | None = None
-    store = open_store(job.to, options=job.options)
+    store = open_own(job.place, read_only=False)
     try:
         for batch in batches:
             if files is None:

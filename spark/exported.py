@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from lowwater.errors import Corrupt, InvalidConfig, NewerVersion, NotFound
 from lowwater.spark.parquet_files import File
-from lowwater.tiering.open_store import open_store
+from lowwater.spark.plan import open_own, store_place
 from lowwater.tiering.store import Store, at
 
 DIRECTORY = "_lowwater/"
@@ -203,7 +203,7 @@ def exported_files(to: str, options: Mapping[str, str] | None = None) -> list[st
 
 
 def runs_in(to: str, options: Mapping[str, str] | None = None) -> list[Run]:
-    store = open_store(to, options=options, read_only=True)
+    store = open_own(store_place(to, options))
     try:
         runs = list(Target(store).runs())
     finally:

@@ -18,7 +18,15 @@ from typing import Any, NamedTuple, get_args
 from lowwater.engine import format
 from lowwater.engine.moments import time_us_of
 from lowwater.errors import InvalidConfig, VersionGone
-from lowwater.spark.plan import PASSING_BYTES, SEQ_MAX, Pinned, Selection, Verify, require_kinds
+from lowwater.spark.plan import (
+    PASSING_BYTES,
+    SEQ_MAX,
+    SETTINGS_PREFIX,
+    Pinned,
+    Selection,
+    Verify,
+    require_kinds,
+)
 
 STORE_PREFIX = "store."
 BATCH_BYTES = 2**30
@@ -50,8 +58,9 @@ OPTIONS = (
     Option("batch_entries_max", "", "of a stream: so many entries a batch, about"),
     Option("fail_on_data_loss", "true", "`false` goes on where the entries from `start` on are gone"),
     Option("store.…", "", "options of the store, as `store.endpoint`"),
+    Option("tier.…", "", "how it is called, as `tier.timeout_ms`: see below"),
 )
-_NAMES = [option.name for option in OPTIONS[:-1]]
+_NAMES = [option.name for option in OPTIONS[:-2]]
 
 
 @dataclass(frozen=True)
@@ -124,11 +133,15 @@ def parse(given: Mapping[str, str]) -> Options:
         if lowered.startswith(STORE_PREFIX):
             store[lowered.removeprefix(STORE_PREFIX)] = str(text)
             continue
+        if lowered.startswith(SETTINGS_PREFIX):
+            store[lowered] = str(text)
+            continue
         if lowered not in _NAMES:
             nearest = difflib.get_close_matches(lowered, _NAMES, n=1, cutoff=0)[0]
             raise InvalidConfig(
                 f"there is no option {name!r:.80}",
-                hint=f"the nearest one is {nearest}. Options of the store begin with {STORE_PREFIX}",
+                hint=f"the nearest one is {nearest}. Options of the store begin with {STORE_PREFIX}, "
+                f"and how it is called with {SETTINGS_PREFIX}",
             )
         found[lowered] = str(text)
     decoded = {name: decode(name, found[name]) for name, decode in _DECODERS.items() if name in found}

@@ -15,7 +15,7 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from lowwater.engine import format
 from lowwater.engine.blocks import NO_HASH
@@ -51,6 +51,9 @@ from lowwater.tiering.states import newest_manifests
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.store_uri import StorePlace, parse_uri
 
+if TYPE_CHECKING:
+    from lowwater.config import TierConfig
+
 PART_BYTES = 128 * 2**20
 # What only passes through a task takes no memory, and 128 MiB of it a fifth of a second. A task takes 30 to
 # 60 ms of a core by itself.
@@ -64,6 +67,10 @@ DIVIDED_SHARE = 0.15
 SEQ_MAX = 2**63 - 1
 """Spark has no unsigned numbers."""
 
+SETTINGS_PREFIX = "tier."
+SETTINGS = ("timeout_ms", "attempts_max", "requests_max", "ranged_reads", "part_bytes", "parts_at_once")
+"""What of `[tier]` says how a store is called."""
+
 Verify = Literal["strict", "deep", "none"]
 """`strict` compares the hashes of all blocks that are read, `deep` each frame's checksum besides, and decodes
 all of it; `none` nothing."""
@@ -76,6 +83,13 @@ class Place:
     uri: str
     options: Mapping[str, str] = field(repr=False)
     is_log: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How the store is called, by the names of `[tier]`: what is not as it is by default."""
+
+    @property
+    def known_as(self) -> tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...]]:
+        """What a process that has opened it may remember it by."""
+        return self.uri, tuple(sorted(self.options.items())), tuple(sorted(self.settings.items()))
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,30 @@ def shared_place(uri: str, options: Mapping[str, str] | None) -> StorePlace:
     return place
 
 
+def store_place(uri: str, options: Mapping[str, str] | None) -> Place:
+    """The same, with how the store is to be called there: by the settings of `[tier]` that are among the
+    options, as `tier.timeout_ms`, and else by those in the environment of this process."""
+    given = dict(options or {})
+    settings = {name: given.pop(name) for name in list(given) if name.startswith(SETTINGS_PREFIX)}
+    place = shared_place(uri, given)
+    return Place(place.uri, dict(place.options), settings=_settings(settings))
+
+
+def _settings(given: Mapping[str, str]) -> dict[str, Any]:
+    from lowwater.config import Config, TierConfig
+
+    for name in given:
+        if name.removeprefix(SETTINGS_PREFIX) not in SETTINGS:
+            nearest = difflib.get_close_matches(name.removeprefix(SETTINGS_PREFIX), SETTINGS, n=1, cutoff=0)
+            raise InvalidConfig(
+                f"there is no option {name!r:.80}", hint=f"the nearest one is {SETTINGS_PREFIX}{nearest[0]}"
+            )
+    tier = Config.load(tier={name.removeprefix(SETTINGS_PREFIX): text for name, text in given.items()}).tier
+    default = TierConfig()
+    found = {name: getattr(tier, name) for name in SETTINGS}
+    return {name: value for name, value in found.items() if value != getattr(default, name)}
+
+
 def require_reading(verify: str, part_bytes: int) -> None:
     """That a call says how to read in a way that there is."""
     if verify not in get_args(Verify):
@@ -216,9 +254,21 @@ def open_place(place: Place) -> Store:
     """In any process, which only reads."""
     if place.is_log:
         return FolderStore(place.uri.removeprefix("file://"), read_only=True)
-    store = open_store(place.uri, options=place.options, read_only=True)
     # What the archive of a clone does not have lies with its parent.
-    return Lineage(store, parents_opener(place.uri, place.options))
+    return Lineage(open_own(place), parents_opener(place.uri, place.options, _tier_of(place)))
+
+
+def open_own(place: Place, *, read_only: bool = True) -> Store:
+    """The store alone, in any process."""
+    return open_store(place.uri, options=place.options, config=_tier_of(place), read_only=read_only)
+
+
+def _tier_of(place: Place) -> TierConfig | None:
+    if not place.settings:
+        return None  # pydantic takes longer to import than a task its time
+    from lowwater.config import TierConfig
+
+    return TierConfig(**place.settings)
 
 
 # ---------------------------------------------------------------------------- pinning
@@ -231,10 +281,10 @@ def pin(uri: str, options: Mapping[str, str] | None = None, *, known: Pinned | N
         raise InvalidConfig(
             "nothing says which archive is meant", hint="give its URI, as load('s3://bucket/prefix')"
         )
-    place = shared_place(uri, options)
-    log = _log_directory(place.path) if place.kind in ("file", "shared_fs") else None
-    stored = Place(place.uri, dict(place.options))
-    pinned = _pin_archive(stored, known) if log is None else _pin_log(log)
+    place = store_place(uri, options)
+    where = parse_uri(place.uri, place.options)
+    log = _log_directory(where.path) if where.kind in ("file", "shared_fs") else None
+    pinned = _pin_archive(place, known) if log is None else _pin_log(log)
     if pinned.hwm > SEQ_MAX:
         raise LimitExceeded(
             f"the archive ends with seq {pinned.hwm}, and 2^63-1 is the highest number that Spark has",

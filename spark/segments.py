@@ -88,14 +88,13 @@ def _placed(error: LowwaterError, fetcher: Fetcher, piece: Piece, place: Place) 
 
 
 # Workers live for many tasks: what they know of a place stays.
-_fetchers: dict[tuple[str, tuple[tuple[str, str], ...]], Fetcher] = {}
+_fetchers: dict[object, Fetcher] = {}
 
 
 def fetcher_of(place: Place) -> Fetcher:
-    key = (place.uri, tuple(sorted(place.options.items())))
-    found = _fetchers.get(key)
+    found = _fetchers.get(place.known_as)
     if found is None:
-        found = _fetchers[key] = Fetcher(open_place(place), clock=RealClock())
+        found = _fetchers[place.known_as] = Fetcher(open_place(place), clock=RealClock())
     return found
 
 
@@ -122,6 +121,8 @@ class _PieceReader:
             first, stop = self._range()
             if first >= stop or not self._may_have():
                 return
+            # Also what no row here needs: who looks a key up later relies on it.
+            self._segment.verify_footer()
             found = self._of_key(first, stop)
             batches = self._scan(first, stop) if found is None else found
             while (batch := next(batches, None)) is not None:
@@ -184,60 +185,41 @@ class _PieceReader:
     # ------------------------------------------------------------------ all frames
 
     def _scan(self, first: int, stop: int) -> Iterator[Batch]:
-        """The frames from `first` to below `stop`.
-
-        Of a whole segment the footer only tells where they are, unverified: they follow one another from the
-        header to the end of the body, so where the first one begins after the header, each where the one
-        before it ends, and the last one ends with the body, all of them are found. Where they are not, and
-        where a piece begins or ends in between, the footer's hash says whether the footer is right."""
+        """The frames from `first` to below `stop`."""
         descriptor = self._piece.segment
         body = _Body(self._segment, READ_BYTES_OF_FOLDER if self._in_folder else READ_BYTES)
         seq_before, time_before = descriptor.first - 1, descriptor.time_min_us
         limit = self._position(stop)
-        reached = format.HEADER_BYTES if first == 0 and stop == descriptor.frame_count else None
         # Where the frames begin from `first` on, and where the last of them ends.
         bounds = _NO_BOUNDS
         while first < stop:
-            start = descriptor.body_bytes
+            if len(bounds) < 2:
+                bounds = self._bounds(first, min(first + STRETCH_FRAMES, stop))
+            start = int(bounds[0])
+            count = max(int(np.searchsorted(bounds, start + BATCH_BYTES, side="right")) - 1, 1)
+            end = int(bounds[count])
             try:
-                if len(bounds) < 2:
-                    bounds = self._bounds(first, min(first + STRETCH_FRAMES, stop), reached)
-                start = int(bounds[0])
-                count = max(int(np.searchsorted(bounds, start + BATCH_BYTES, side="right")) - 1, 1)
-                end = int(bounds[count])
                 base, data = body.read(start, end, limit)
                 frames = Frames(data, bounds[:count] - base, end - base)
                 self._check_order(frames, seq_before, time_before)
                 if self._deep:
                     _check_deeply(frames)
             except (Corrupt, NewerVersion) as error:
-                if reached is not None:
-                    reached, bounds = None, _NO_BOUNDS
-                    continue
                 error.offset = start if error.offset is None else error.offset
                 raise
             seq_before = int(frames.fixed["seq"][-1])
             time_before = int(frames.fixed["time_us"][-1])
             yield self._selected(frames, base)
             first, bounds = first + count, bounds[count:]
-            reached = None if reached is None else end
 
-    def _bounds(self, first: int, last: int, reached: int | None) -> Int64:
-        """Where the frames from `first` to below `last` begin, and the last one ends: as the footer tells
-        where it is known where the first one begins, else verified."""
-        segment, descriptor = self._segment, self._piece.segment
-        if reached is None:
-            bounds = np.append(np.frombuffer(segment.positions(first, last), np.uint32), self._position(last))
-        elif last < descriptor.frame_count:
-            bounds = np.frombuffer(segment.positions_told(first, last + 1), np.uint32)
-        else:
-            told = np.frombuffer(segment.positions_told(first, last), np.uint32)
-            bounds = np.append(told, descriptor.body_bytes)
-        bounds = bounds.astype(np.int64)
-        if bool((bounds[1:] <= bounds[:-1]).any()) or int(bounds[0]) != (reached or int(bounds[0])):
+    def _bounds(self, first: int, last: int) -> Int64:
+        """Where the frames from `first` to below `last` begin, and the last one ends."""
+        positions = np.frombuffer(self._segment.positions(first, last), np.uint32)
+        bounds = np.append(positions, self._position(last)).astype(np.int64)
+        if bool((bounds[1:] <= bounds[:-1]).any()):
             raise Corrupt(
                 "the positions in the footer are not those of frames that follow one another",
-                offset=descriptor.body_bytes,
+                offset=self._piece.segment.body_bytes,
             )
         return bounds
 

@@ -448,6 +448,7 @@ def test_no_value_of_any_key_gives_anything_but_a_config_or_a_typed_error(value:
         ("rotate_max_seconds", 0, "wal.rotate_max_seconds = 0 must be above 0"),
         ("fsync_max_batch_bytes", "33 MiB", 'wal.fsync_max_batch_bytes = "33 MiB" must be at most 32 MiB'),
         ("fsync_max_batch_bytes", 0, "wal.fsync_max_batch_bytes = 0 must be at least 1 B"),
+        ("fsync_interval_ms", "2 h", 'wal.fsync_interval_ms = "2 h" must be at most 1 h'),
         ("entry_bytes_max", "32 MiB", 'wal.entry_bytes_max = "32 MiB" must be at most 31 MiB'),
         ("sync_mode", "always", "wal.sync_mode = \"always\" must be one of 'fsync', 'fdatasync' or 'none'"),
         ("dir", "", 'wal.dir = "" must be a path'),
@@ -461,6 +462,36 @@ def test_a_value_out_of_range_is_told_with_its_limit(
     error = refused(path)
     assert error.message == reason
     assert error.path == str(path)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_interval_s", "checkpoint_entry_interval_s"])
+def test_a_duration_longer_than_any_wait_means_never(tmp_path: Path, key: str) -> None:
+    """The system refuses waits of more than three hundred years: that would end the thread that waits."""
+    settings = {"pool_bytes_max": "1 MiB", key: 10**15}
+    with lowwater.open(tmp_path / "data", config={"engine": settings}) as db:
+        db.create_bucket("b")
+        for first in range(0, 40_000, 1000):  # several times what memory holds
+            db.put_many("b", [(str(number), b"x" * 100) for number in range(first, first + 1000)])
+        assert db.get("b", "0").value == b"x" * 100
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "limit"),
+    [
+        ("wal.cache_bytes_max", "2 TiB", "at most 1 TiB"),
+        ("wal.rotate_max_seconds", "2000 d", "at most 100,000,000 s"),
+        ("tier.timeout_ms", "99ms", "at least 100 ms"),
+        ("tier.upload_age_max_s", "0.5 s", "at least 1 s"),
+        ("tier.upload_age_max_s", "200000000 s", "at most 100,000,000 s"),
+        ("shipping.interval_s", "2 d", "at most 1 d"),
+        ("versions.age_max_s", 10**11, "at most 10,000,000,000 s"),
+        ("versions.per_key_max", 2**33, "at most 4,294,967,296"),
+    ],
+)
+def test_a_limit_is_told_as_the_documentation_has_it(key: str, value: object, limit: str) -> None:
+    """Nobody writes a duration as 3.6e+06."""
+    section, name = key.split(".")
+    assert refused({section: {name: value}}).message.endswith(f"must be {limit}")
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

@@ -153,6 +153,26 @@ def test_a_wrong_argument_is_an_input_error() -> None:
         assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["get", "--json"],
+        ["ls", "--nonsense", "--json"],
+        ["log", "dump", "--json", "data", "--limit", "0"],
+        ["tier", "verify", "data", "--json"],
+        ["nosuch", "--json"],
+    ],
+)
+def test_a_wrong_call_is_json_under_json(arguments: list[str]) -> None:
+    """The contract is for all errors, and a wrong call is the first that a program's author meets."""
+    result = CliRunner().invoke(root, arguments, prog_name="lowwater")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    error = json.loads(result.stderr)
+    assert error["error"] == "InputError"
+    assert "--help` says" in error["hint"]
+
+
 def test_every_command_can_be_imported_and_has_help() -> None:
     """A name in the list without its file would only be noticed by whoever calls it."""
     for name in COMMANDS:
@@ -190,6 +210,23 @@ def test_it_says_what_to_install_where_the_command_lines_packages_are_missing(tm
     done = lowwater("--version", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "pip install 'lowwater[cli]'" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["pyspark", "pyarrow", "numpy"])
+def test_spark_says_what_to_install_where_its_packages_are_missing(package: str) -> None:
+    """Whoever has installed the library alone has none of them."""
+    script = f"""
+import sys
+sys.modules[{package!r}] = None
+import lowwater.spark
+try:
+    lowwater.spark.session
+except lowwater.errors.InputError as error:
+    print(error.message, error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    wanted = f"lowwater.spark needs {package}, which is not installed pip install 'lowwater[spark]'"
+    assert done.stdout.strip() == wanted
 
 
 def test_it_says_its_version() -> None:

@@ -19,7 +19,6 @@ MOVES = re.compile(r"\b(move|rename)\b")
 COPIES = re.compile(r"\b(copy|copies)\b")
 # Words that are no advice about data.
 ALLOWED = {
-    "check the credentials, and what they allow: list, read, write and delete below the prefix",
     "give some, as put, delete, copy, or leave it out",
     "remove lone surrogates",
 }

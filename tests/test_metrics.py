@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from lowwater.metrics import LATENCY_BOUNDS_SECONDS, Histogram, LogMetrics, text
 
+ROOT = Path(__file__).parent.parent
 HISTOGRAMS = {
     "storage_wal_write_duration_seconds": "commit_duration",
     "lowwater_wal_append_latency_seconds": "append_latency",
@@ -130,3 +136,49 @@ def test_a_registry_takes_one_log() -> None:
     LogMetrics(registry)
     with pytest.raises(ValueError, match="Duplicated"):
         LogMetrics(registry)
+
+
+# ---------------------------------------------------------------------------- events
+
+
+def events_in(source: str) -> Iterator[tuple[str, str, set[str]]]:
+    """Logger, event and fields of what a module logs, by the calls in it."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    loggers = [
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "get_logger"
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    for call in calls:
+        if loggers and call.args and re.fullmatch(r"_logger\.\w+|log|tell", ast.unparse(call.func)):
+            for event in ast.walk(call.args[0]):
+                if isinstance(event, ast.Constant) and isinstance(event.value, str):
+                    fields = {str(each.arg) for each in call.keywords}
+                    yield f"lowwater.{loggers[0]}", event.value, fields
+
+
+def test_every_event_stands_in_the_documents_with_its_fields() -> None:
+    """Who watches a log searches for what the page says."""
+    page = (ROOT / "docs" / "operating" / "metrics.md").read_text()
+    rows = [
+        set(re.findall(r"`([^`]+)`", line)) for line in page.splitlines() if line.startswith("| `lowwater.")
+    ]
+    folders = ("engine", "tiering", "recovery", "spark", "src/lowwater")
+    found = [
+        (logger, event, fields)
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for logger, event, fields in events_in(path.read_text())
+    ]
+    assert len(found) > 40
+    ours = {"duration_s"}
+    missing = [
+        (logger, event, sorted(fields))
+        for logger, event, fields in found
+        if not any({logger, event, *fields - ours} <= row for row in rows)
+    ]
+    assert missing == []
+    written = {event for _, event, _ in found}
+    assert [sorted(row) for row in rows if "lowwater.config" not in row and not row & written] == []

@@ -58,6 +58,7 @@ from lowwater.tiering.objects import (
 )
 from lowwater.tiering.states import States, newest_manifests
 from lowwater.tiering.store import Found, Store, at, is_there, read_small
+from lowwater.tiering.verified_writes import KnownObjects, write_verified
 from lowwater.tiering.verify import ObjectEnds, describe_object
 
 HINT_NEWEST = (
@@ -82,13 +83,24 @@ class Claim(NamedTuple):
 class Archive:
     """Use `open_archive`."""
 
-    def __init__(self, store: Store, cluster_id: bytes, parent: Parent | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        cluster_id: bytes,
+        parent: Parent | None = None,
+        *,
+        known: KnownObjects | None = None,
+    ) -> None:
+        """`known` is as for `write_verified`."""
         self.store = store
+        self._known_objects = KnownObjects() if known is None else known
         self.cluster_id = cluster_id
         self.parent = parent
         self.states = States(store)
         # The name of the claim that was made here.
         self._claimed = ""
+        # One that the store has not as it was written.
+        self._claiming: EpochClaim | None = None
         # The heads of the newest manifest that is known to be there: what they reach is there too.
         self._published: dict[str, ListHead] | None = None
 
@@ -285,7 +297,7 @@ class Archive:
         return data
 
     def _write(self, name: str, data: bytes) -> bool:
-        return self.store.write(name, [data], size=len(data))
+        return write_verified(self.store, name, lambda: [data], size=len(data), known=self._known_objects)
 
     def unpublished(self, catalogue: Catalogue) -> list[int]:
         """The entries whose manifests are missing, in order: each gets its own. Raises Fenced where the
@@ -316,14 +328,13 @@ class Archive:
         """Claim the next epoch for the log with this catalogue, which is in `epoch` so far. `follows` is the
         hash of the manifest that a restore began with, whose own entry its log lacks. The claim is good once
         the `fork` is in the log: whoever sees another manifest than those of its past gets Fenced."""
+        if self._claiming is not None:
+            self._write_claim(self._claiming)
         before = self._require_past(catalogue, follows)
         epoch_next = max(epoch, self.newest_epoch()) + 1
         for _ in range(COLLISIONS_MAX):
             ours = EpochClaim(self.cluster_id, epoch_next, epoch, _hash_of(before), token(16), owner)
-            self._write(ours.name, ours.encode())
-            if not is_there(self.store, ours.name):
-                where = at(self.store.uri, ours.name)
-                raise StoreCorrupt("a claim is not there after it was written", path=where)
+            self._write_claim(ours)
             others = {name for name in epochs_above(self.store, epoch_next - 1) if name != ours.name}
             higher = [name for name in others if epoch_of(name) > epoch_next]
             if higher:
@@ -341,6 +352,11 @@ class Archive:
                     return Claim(epoch_next, self._last_hash(catalogue, before), before.hash, before.hwm)
             epoch_next += 1
         raise Busy("too many others claim to write at the same time", path=self.store.uri, hint="open again")
+
+    def _write_claim(self, claim: EpochClaim) -> None:
+        self._claiming = claim
+        self._write(claim.name, claim.encode())
+        self._claiming = None
 
     def newest_epoch(self) -> int:
         """The highest that was claimed, 0 for none."""
@@ -414,14 +430,19 @@ def epoch_of(name: str) -> int:
 
 
 def open_archive(
-    store: Store, cluster_id: bytes | None = None, *, create: bool = False, parent: Parent | None = None
+    store: Store,
+    cluster_id: bytes | None = None,
+    *,
+    create: bool = False,
+    parent: Parent | None = None,
+    known: KnownObjects | None = None,
 ) -> Archive:
     """The archive in this store: of this cluster, or, for who only reads, of whichever it is. `create` makes
-    one where there is none, of a clone with its parent."""
+    one where there is none, of a clone with its parent. `known` is as for `write_verified`."""
     if create:
         assert cluster_id is not None
         data = encode_cluster(cluster_id, parent)
-        store.write(CLUSTER, [data], size=len(data))
+        write_verified(store, CLUSTER, lambda: [data], size=len(data), known=known)
     try:
         data = read_small(store, CLUSTER)
     except NotFound:
@@ -435,4 +456,4 @@ def open_archive(
         raise OtherCluster(
             f"the archive is of the cluster {found.cluster_id.hex()}, not {cluster_id.hex()}", path=store.uri
         )
-    return Archive(store, found.cluster_id, found.parent)
+    return Archive(store, found.cluster_id, found.parent, known=known)

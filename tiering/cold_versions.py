@@ -7,14 +7,17 @@ Always true:
     and everybody else who has written the key is refused. So the newest frame that counts has the answer;
   - a version of a transaction counts from its `commit` on, whose seq and time it has, if nothing has undone
     it before; one of a group from the group's last seq on;
-  - a scan holds in memory the keys that were written since the checkpoint, and no values but one.
+  - a scan holds in memory the keys that were written since the checkpoint, and values of BATCH_BYTES: those
+    of many keys are read together, in the order in which they lie in the log.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from blake3 import blake3
@@ -41,6 +44,11 @@ CHECKPOINTS_MAX = 4
 ENDED_MAX = 10_000
 ENDS_MAX = 100_000
 
+# Of so many keys a scan reads the values together: of few at first, since many look at the first ones only.
+BATCH_KEYS_MIN = 16
+BATCH_KEYS_MAX = 1024
+BATCH_BYTES = 4 * 2**20
+
 _ENDS = frozenset({Kind.COMMIT, Kind.ABORT})
 _DELETIONS = frozenset({"delete", "delete_bucket"})
 _DATA = frozenset({"create_bucket", "delete_bucket", "put", "delete", "copy"})
@@ -58,6 +66,13 @@ class _Found(NamedTuple):
     entry: Entry
     seq: int
     time_us: int
+
+
+class _Wanted(NamedTuple):
+    """A key of a scan, with what the checkpoint has of it."""
+
+    key: bytes
+    row: CheckpointRow | None
 
 
 class _Looking(NamedTuple):
@@ -107,39 +122,116 @@ class ColdVersions:
         """The objects of a bucket whose encoded keys are from `low` to below `high`, in their order."""
         self._require_shipped(seq)
         looking = self._look(bucket, "", seq)
-        changed = iter(sorted(self._changed(looking, low, high)))
-        rows = iter(()) if looking.base is None else looking.base.rows_between(low, high)
-        row, key = self._next_row(rows), next(changed, None)
-        while row is not None or key is not None:
-            row_key = None if row is None else encode_key(row.bucket.encode(), row.key.encode())
-            if key is None or (row_key is not None and row_key < key):
-                assert row is not None
-                yield self._object_of(row)
-                row = self._next_row(rows)
-                continue
-            if row_key == key:
-                row = self._next_row(rows)
-            found = self.at(bucket, decode_key(key)[1].decode(), seq)
+        changed = self._changed(looking, low, high)
+        wanted = self._merged(looking, low, high, changed)
+        waiting: deque[_Wanted] = deque()
+        read: dict[bytes, Object | None] = {}
+        count = BATCH_KEYS_MIN
+        while True:
+            with self._fetcher.query():
+                waiting.extend(islice(wanted, max(0, count - len(waiting))))
+                if not waiting:
+                    return
+                if waiting[0].key not in read:
+                    is_all = self._read_batch([*waiting][:count], changed, looking, read)
+                    count = min(2 * count, BATCH_KEYS_MAX) if is_all else max(1, count // 2)
+            found = read.pop(waiting.popleft().key)
             if found is not None:
+                self._fetcher.metrics.used(len(found.value))
                 yield found
-            key = next(changed, None)
 
-    def _next_row(self, rows: Iterator[CheckpointRow]) -> CheckpointRow | None:
-        with self._fetcher.query():
-            return next(rows, None)
+    def _merged(
+        self, looking: _Looking, low: bytes, high: bytes, changed: Iterable[bytes]
+    ) -> Iterator[_Wanted]:
+        """The keys of the checkpoint and of the log above it, in their order."""
+        rows = iter(()) if looking.base is None else looking.base.rows_between(low, high)
+        row = next(rows, None)
+        for key in sorted(changed):
+            while row is not None and (row_key := _key_of(row)) < key:
+                yield _Wanted(row_key, row)
+                row = next(rows, None)
+            is_row = row is not None and _key_of(row) == key
+            yield _Wanted(key, row if is_row else None)
+            if is_row:
+                row = next(rows, None)
+        while row is not None:
+            yield _Wanted(_key_of(row), row)
+            row = next(rows, None)
 
-    def _changed(self, looking: _Looking, low: bytes, high: bytes) -> set[bytes]:
-        """The keys of which the log has frames that the checkpoint says nothing of."""
-        found: set[bytes] = set()
+    def _changed(self, looking: _Looking, low: bytes, high: bytes) -> dict[bytes, list[int]]:
+        """The keys of which the log has frames that the checkpoint says nothing of, with the seqs of those
+        that may be their newest: of the last one that counts, and of those of transactions after it."""
+        found: dict[bytes, list[int]] = {}
         after = min([looking.base_seq, *(txn - 1 for txn in looking.opened)])
         for chunk in self._chunks(after, looking.seq):
             for entry in decode_frames(chunk.data, chunk.start, chunk.end, verify=not chunk.verified):
                 if entry.kind not in _DATA or entry.refused is not None or entry.seq > looking.seq:
                     continue
+                if entry.seq <= looking.base_seq and entry.txn not in looking.opened:
+                    continue
                 encoded = encode_key(*_indexed(entry.bucket, entry.key))
-                if low <= encoded < high:
-                    found.add(encoded)
+                if not low <= encoded < high:
+                    continue
+                if entry.txn is not None:
+                    found.setdefault(encoded, []).append(entry.seq)
+                elif self._counted(entry, looking) is not None:
+                    found[encoded] = [entry.seq]
         return found
+
+    def _read_batch(
+        self,
+        batch: list[_Wanted],
+        changed: dict[bytes, list[int]],
+        looking: _Looking,
+        read: dict[bytes, Object | None],
+    ) -> bool:
+        """Read what these keys hold, in the order of the log. Where that is much, only some of them, and the
+        first: False."""
+        size = sum(len(each.value) for each in read.values() if each is not None)
+        for some in (batch[:1], batch[1:]):
+            for key, found in self._read(some, changed, looking, read):
+                read[key] = found
+                size += 0 if found is None else len(found.value)
+                if size > BATCH_BYTES and batch[0].key in read:
+                    return len(read) >= len(batch)
+        return True
+
+    def _read(
+        self,
+        batch: list[_Wanted],
+        changed: dict[bytes, list[int]],
+        looking: _Looking,
+        known: Container[bytes],
+    ) -> Iterator[tuple[bytes, Object | None]]:
+        left = {key: list(changed.get(key, ())) for key, _ in batch if key not in known}
+        while by_seq := {seqs.pop(): key for key, seqs in left.items() if seqs}:
+            for entry in self._entries(sorted(by_seq)):
+                counted = self._counted(entry, looking)
+                if counted is not None:
+                    key = by_seq[entry.seq]
+                    del left[key]
+                    yield key, self._object_of_entry(looking.bucket, decode_key(key)[1].decode(), counted)
+        # Of these the log says nothing that counts.
+        rows = [each.row for each in batch if each.key in left and each.row is not None]
+        for row in sorted(rows, key=_place_of):
+            yield _key_of(row), self._object_of(row)
+            del left[_key_of(row)]
+        yield from dict.fromkeys(left).items()
+
+    def _entries(self, seqs: list[int]) -> Iterator[Entry]:
+        """The entries with these seqs, which rise. What lies in one block is read once."""
+        hwm = self._catalogue.hwm
+        at = 0
+        while at < len(seqs) and seqs[at] <= hwm:
+            descriptor = self._catalogue.segment_of(seqs[at])
+            if descriptor is None:
+                raise _no_entry(seqs[at])
+            stop = bisect_right(seqs, descriptor.last, at)
+            for seq, frame in self._cold.segment(descriptor).frames_of(seqs[at:stop]):
+                yield decode_payload(seq, frame[FRAME_BYTES:])
+            at = stop
+        for seq in seqs[at:]:
+            yield self._entry(seq)
 
     def _require_shipped(self, seq: int) -> None:
         if seq > self._catalogue.hwm and self._log is None:
@@ -156,9 +248,7 @@ class ColdVersions:
             found = self._counted(entry, looking)
             if found is None:
                 continue
-            if entry.kind in _DELETIONS:
-                return None
-            return Object(bucket, key, self._value_of(entry), entry.metadata, found.seq, found.time_us)
+            return self._object_of_entry(bucket, key, found)
         return None if looking.base is None else self._of_base(looking, looking.base)
 
     def _look(self, bucket: str, key: str, seq: int) -> _Looking:
@@ -313,6 +403,12 @@ class ColdVersions:
 
     # ------------------------------------------------------------------ values
 
+    def _object_of_entry(self, bucket: str, key: str, found: _Found) -> Object | None:
+        entry = found.entry
+        if entry.kind in _DELETIONS:
+            return None
+        return Object(bucket, key, self._value_of(entry), entry.metadata, found.seq, found.time_us)
+
     def _value_of(self, entry: Entry) -> bytes:
         if entry.extras is None or entry.extras.value_ref is None:
             return entry.value
@@ -330,7 +426,7 @@ class ColdVersions:
         else:
             payload = None if self._log is None else self._log.payload_at(seq)
         if payload is None:
-            raise Corrupt(f"there is no entry {seq}, whose value was copied", seq=seq)
+            raise _no_entry(seq)
         return decode_payload(seq, payload)
 
     def _of_base(self, looking: _Looking, base: RemoteCheckpoint) -> Object | None:
@@ -345,6 +441,19 @@ class ColdVersions:
             if blake3(value).digest() != row.value_hash:
                 raise Corrupt("a large value is another one than the checkpoint has", seq=row.seq)
         return Object(row.bucket, row.key, value, row.metadata, row.seq, row.time_us)
+
+
+def _no_entry(seq: int) -> Corrupt:
+    return Corrupt(f"there is no entry {seq}, which has a value that is wanted", seq=seq)
+
+
+def _key_of(row: CheckpointRow) -> bytes:
+    return encode_key(row.bucket.encode(), row.key.encode())
+
+
+def _place_of(row: CheckpointRow) -> tuple[int, int]:
+    """Where its value lies; what is in the row itself comes first."""
+    return row.place or (0, 0)
 
 
 def _indexed(bucket: str, key: str) -> tuple[bytes, bytes]:

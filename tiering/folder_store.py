@@ -31,7 +31,9 @@ from lowwater.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from lowwater.tiering.store import Found, Handle, Part, at, counted, missing, pass_through
+from lowwater.tiering.checksums import Checksum
+from lowwater.tiering.store import Found, Handle, Part, at, counted, missing
+from lowwater.tiering.verified_writes import pass_through
 
 TEMPORARY = ".tmp"
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
@@ -80,6 +82,16 @@ class FolderStore(Handle):
             self._files.sync_directory(parent)
         return made
 
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._check(name, writing=True)
+        path = f"{self._directory}/{name}"
+        parent = path.rpartition("/")[0]
+        with self._translated(name, writing=True):
+            self._make_directory(parent)
+        self._write(name, path, counted(parts, size, at(self.uri, name)), over=True)
+        with self._translated(name, writing=True):
+            self._files.sync_directory(parent)
+
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         self._check(name)
         with self._translated(name):
@@ -96,6 +108,9 @@ class FolderStore(Handle):
         if size is None:
             raise missing(self.uri, name)
         return Found(name, size)
+
+    def checksum(self, name: str) -> Checksum:
+        return Checksum(self.stat(name).size)
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         self._check_open()
@@ -173,7 +188,7 @@ class FolderStore(Handle):
     def _lock_path(self) -> str:
         return f"{self._directory}/{TEMPORARY}/{self._writer}.lock"
 
-    def _write(self, name: str, path: str, parts: Iterable[Part]) -> bool:
+    def _write(self, name: str, path: str, parts: Iterable[Part], *, over: bool = False) -> bool:
         with self._translated(name, writing=True):
             temporary = self._temporary_path()
             file = self._files.open(temporary, create=True)
@@ -185,7 +200,10 @@ class FolderStore(Handle):
                 offset += len(part)
             with self._translated(name, writing=True):
                 file.sync("fsync")
-                return self._show(temporary, path)
+                if not over:
+                    return self._show(temporary, path)
+                self._files.rename(temporary, path)
+                return True
         finally:
             # Where this fails, the next one that opens the store does it.
             with suppress(OSError):

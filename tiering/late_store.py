@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from lowwater.errors import Closed
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.store import Found, Part, Store
 
 
@@ -37,14 +38,24 @@ class LateStore:
     def calls_repeated(self) -> int:
         return getattr(self._store, "calls_repeated", 0)
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._opened().hashing
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         return self._opened().write(name, parts, size=size)
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._opened().replace(name, parts, size=size)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         return self._opened().read(name, start, end)
 
     def stat(self, name: str) -> Found:
         return self._opened().stat(name)
+
+    def checksum(self, name: str) -> Checksum:
+        return self._opened().checksum(name)
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         return self._opened().list(prefix, start_after)

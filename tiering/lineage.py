@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lowwater.errors import Closed, Corrupt, LowwaterError, NotFound, OtherCluster
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.names import CLUSTER, MANIFESTS, STATES
 from lowwater.tiering.objects import Parent, decode_cluster
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.store import Found, Part, Store, pass_through, read_small
+from lowwater.tiering.store import Found, Part, Store, read_small
 from lowwater.tiering.store_uri import parse_uri
+from lowwater.tiering.verified_writes import pass_through
 
 if TYPE_CHECKING:
     from lowwater.config import TierConfig
@@ -52,14 +54,24 @@ class Lineage:
         self._known: dict[str, None] = {}
         self._closed = False
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         return self._store.write(name, parts, size=size)
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._store.replace(name, parts, size=size)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         return self._call(name, lambda store: store.read(name, start, end))
 
     def stat(self, name: str) -> Found:
         return self._call(name, lambda store: store.stat(name))
+
+    def checksum(self, name: str) -> Checksum:
+        return self._call(name, lambda store: store.checksum(name))
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         return self._store.list(prefix, start_after)

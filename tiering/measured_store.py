@@ -12,6 +12,7 @@ from typing import TypeVar
 from lowwater.engine.seams import Clock
 from lowwater.errors import NotFound
 from lowwater.metrics import StoreMetrics
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.store import Found, Part, Store
 
 T = TypeVar("T")
@@ -27,7 +28,17 @@ class MeasuredStore:
         self._metrics = metrics
         metrics.watch(lambda: getattr(store, "calls_repeated", 0))
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+        return self._written(parts, lambda passing: self._store.write(name, passing, size=size))
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._written(parts, lambda passing: self._store.replace(name, passing, size=size))
+
+    def _written(self, parts: Iterable[Part], write: Callable[[Iterator[Part]], T]) -> T:
         written = 0
 
         def counted() -> Iterator[Part]:
@@ -37,7 +48,7 @@ class MeasuredStore:
                 yield part
 
         try:
-            return self._call(lambda: self._store.write(name, counted(), size=size))
+            return self._call(lambda: write(counted()))
         finally:
             self._metrics.passed(written=written)
 
@@ -48,6 +59,9 @@ class MeasuredStore:
 
     def stat(self, name: str) -> Found:
         return self._call(lambda: self._store.stat(name))
+
+    def checksum(self, name: str) -> Checksum:
+        return self._call(lambda: self._store.checksum(name))
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         # Who asks for the first object waits for a page of them; the others are there by then, mostly.

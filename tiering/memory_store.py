@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
+from lowwater.tiering.checksums import Checksum
 from lowwater.tiering.store import Found, Handle, Part, at, counted, missing
 
 
@@ -24,6 +25,12 @@ class MemoryObjects:
             self.data[name] = data
             insort(self._names, name)
             return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        with self._mutex:
+            if name not in self.data:
+                insort(self._names, name)
+            self.data[name] = data
 
     def remove(self, name: str) -> None:
         with self._mutex:
@@ -53,11 +60,18 @@ class MemoryStore(Handle):
             return False
         return self.objects.add(name, b"".join(counted(parts, size, at(self.uri, name))))
 
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._check(name, writing=True)
+        self.objects.replace(name, b"".join(counted(parts, size, at(self.uri, name))))
+
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         return self._get(name)[start:end]
 
     def stat(self, name: str) -> Found:
         return Found(name, len(self._get(name)))
+
+    def checksum(self, name: str) -> Checksum:
+        return Checksum(self.stat(name).size)
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         self._check_open()

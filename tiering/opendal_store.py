@@ -42,12 +42,14 @@ from lowwater.errors import (
     StoreUnavailable,
     UploadGone,
 )
+from lowwater.tiering.checksums import Checksum, Hashing, md5_of_base64, md5_of_etag
 from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, is_taken, translated
 from lowwater.tiering.retries import Retries
 from lowwater.tiering.s3_client import NotTrusted, usable_client
 from lowwater.tiering.s3_uploads import S3Uploads
-from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted, pass_through
+from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
 from lowwater.tiering.store_uri import CONTAINERS, StorePlace
+from lowwater.tiering.verified_writes import pass_through, same_bytes
 
 LIST_PAGE = 1000
 # A copy of more may take a server longer than a call may.
@@ -95,6 +97,8 @@ class OpenDalStore(Handle):
         self._check_open()
         _Process.has_used = True
         self._limits = limits = limits or StoreLimits()
+        self._hashing = Hashing(limits.part_bytes)
+        self._has_md5_etags = place.kind == "s3"
         self._secrets = tuple(value for name, value in place.options.items() if _is_secret(name) and value)
         self.retries = Retries(
             attempts=limits.attempts_max, randomness=randomness or RealRandomness(), sleep=sleep
@@ -135,6 +139,10 @@ class OpenDalStore(Handle):
         )
 
     @property
+    def hashing(self) -> Hashing:
+        return self._hashing
+
+    @property
     def calls_repeated(self) -> int:
         """How many requests were made again. Of those below a stream nobody knows."""
         return self.retries.repeated
@@ -156,10 +164,18 @@ class OpenDalStore(Handle):
         # A stream that comes for nothing costs more than a look.
         if (streamed or not self.refuses_to_overwrite) and self._is_there(name):
             return False
+        return self._send(name, parts, streamed=streamed, keeps=self.refuses_to_overwrite)
+
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._check(name, writing=True)
+        parts = counted(parts, size, at(self.uri, name))
+        self._send(name, parts, streamed=size is None or size > self._limits.part_bytes, keeps=False)
+
+    def _send(self, name: str, parts: Iterable[Part], *, streamed: bool, keeps: bool) -> bool:
         if streamed:
-            return self._stream(name, parts)
+            return self._stream(name, parts, keeps=keeps)
         data = b"".join(parts)
-        return self.retries.run(lambda: self._put(name, data))
+        return self.retries.run(lambda: self._put(name, data, keeps=keeps))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         self._check(name)
@@ -171,6 +187,11 @@ class OpenDalStore(Handle):
     def stat(self, name: str) -> Found:
         self._check(name)
         return self.retries.run(lambda: self._stat(name))
+
+    def checksum(self, name: str) -> Checksum:
+        """The MD5 that Google and Azure have of what came at once, and the ETag of S3."""
+        self._check(name)
+        return self.retries.run(lambda: self._checksum(name))
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         self._check_open()
@@ -188,22 +209,26 @@ class OpenDalStore(Handle):
             except InvalidConfig:
                 self._copies = False  # it says that it does, and does not
             else:
-                return self._has_copied(target, size)
+                self._require_copied(source, target, size)
+                return True
         return pass_through(self, source, self, target, part_bytes=self._limits.part_bytes)
 
-    def _has_copied(self, target: str, size: int) -> bool:
+    def _require_copied(self, source: str, target: str, size: int) -> None:
         """Servers announce the end of a copy as a success before it is one."""
         try:
-            found = self.stat(target).size
+            found = self.checksum(target)
         except NotFound:
-            found = None
-        if found != size:
-            what = "has it not" if found is None else f"has one of {found:,} bytes"
-            raise StoreCorrupt(
-                f"the store said that it copied an object of {size:,} bytes, and {what}",
-                path=at(self.uri, target),
-            )
-        return True
+            what = "has it not"
+        else:
+            what = f"has one of {found.size:,} bytes"
+            if found.size == size:
+                if (found.md5 and found.md5 == self.checksum(source).md5) or same_bytes(self, source, target):
+                    return
+                what = "has one of other bytes"
+        raise StoreCorrupt(
+            f"the store said that it copied an object of {size:,} bytes, and {what}",
+            path=at(self.uri, target),
+        )
 
     def delete(self, name: str) -> None:
         self._check(name, writing=True)
@@ -211,20 +236,20 @@ class OpenDalStore(Handle):
 
     # ---- one attempt each
 
-    def _put(self, name: str, data: bytes) -> bool:
+    def _put(self, name: str, data: bytes, *, keeps: bool) -> bool:
         try:
-            self._operator.write(name, data, if_not_exists=self.refuses_to_overwrite)
+            self._operator.write(name, data, if_not_exists=keeps)
         except ERRORS as error:
             if is_taken(error):
                 return False
             raise self._translated(error, name, writing=True) from None
         return True
 
-    def _stream(self, name: str, parts: Iterable[Part]) -> bool:
+    def _stream(self, name: str, parts: Iterable[Part], *, keeps: bool) -> bool:
         pieces = _pieces(parts, self._limits.part_bytes)
         begun = deque(islice(pieces, 2))
         if len(begun) < 2:
-            return self.retries.run(lambda: self._put(name, b"".join(begun)))
+            return self.retries.run(lambda: self._put(name, b"".join(begun), keeps=keeps))
 
         def all_of_them() -> Iterator[bytes]:
             while begun:
@@ -235,17 +260,17 @@ class OpenDalStore(Handle):
             # Another thread may find out meanwhile that it is of no use here.
             if (uploads := self._uploads) is not None:
                 try:
-                    return uploads.write(name, all_of_them(), keeps=self.refuses_to_overwrite)
+                    return uploads.write(name, all_of_them(), keeps=keeps)
                 except NotTrusted:
                     self._uploads = None  # nothing was sent yet
-            return self._stream_through_opendal(name, all_of_them())
+            return self._stream_through_opendal(name, all_of_them(), keeps=keeps)
         except UploadGone:
             # It is gone as well where it was completed, and the answer did not come through.
             if self._is_there(name):
                 return False
             raise
 
-    def _stream_through_opendal(self, name: str, pieces: Iterable[bytes]) -> bool:
+    def _stream_through_opendal(self, name: str, pieces: Iterable[bytes], *, keeps: bool) -> bool:
         limits = self._limits
         file = self._call(
             name,
@@ -254,7 +279,7 @@ class OpenDalStore(Handle):
                 "wb",
                 chunk=limits.part_bytes,
                 concurrent=limits.parts_at_once,
-                if_not_exists=self.refuses_to_overwrite,
+                if_not_exists=keeps,
             ),
             writing=True,
         )
@@ -287,6 +312,14 @@ class OpenDalStore(Handle):
 
     def _stat(self, name: str) -> Found:
         return Found(name, self._call(name, lambda: self._operator.stat(name)).content_length)
+
+    def _checksum(self, name: str) -> Checksum:
+        found = self._call(name, lambda: self._operator.stat(name))
+        if found.content_md5:
+            md5 = md5_of_base64(found.content_md5)
+        else:
+            md5 = md5_of_etag(found.etag) if self._has_md5_etags else ""
+        return Checksum(found.content_length, md5)
 
     def _is_there(self, name: str) -> bool:
         try:

@@ -88,6 +88,7 @@ class TierOptions:
                 batch_segments_max=shipping.batch_segments_max,
                 batch_bytes_max=shipping.batch_bytes_max,
                 uploads_at_once=shipping.uploads_at_once,
+                scrub_interval_s=config.tier.scrub_sample_interval_s,
             ),
             retention=RetentionOptions(
                 check_interval_s=retention.check_interval_s,

@@ -2,7 +2,8 @@
 
 Always true:
   - the manifests of the catalogue's entries are published in their order, none is skipped, and each when all
-    that it records is in this store. What is missing is brought: from the local disk, or from another region;
+    that it records is in this store. What is missing is brought: from the local disk, or from another region.
+    A checkpoint that nobody has any more is gone without: the log has what was in it;
   - `hwm` is that of the newest manifest which was read back here. It counts once nobody was seen to have
     claimed a higher epoch after that.
 """
@@ -31,7 +32,8 @@ from lowwater.tiering.names import (
 )
 from lowwater.tiering.objects import Manifest, Parent
 from lowwater.tiering.store import Store, at, is_there, read_small
-from lowwater.tiering.uploads import Passing, copy_object, find_segment
+from lowwater.tiering.uploads import copy_object, find_segment
+from lowwater.tiering.verified_writes import KnownObjects, Passing, has_sound
 
 BEFORE_MANIFEST = Failpoint("ship.before_manifest")
 AFTER_MANIFEST = Failpoint("ship.after_manifest")
@@ -77,11 +79,12 @@ class Region:
         self._lost_from = 0
         self._part_bytes = part_bytes
         self._passing = passing
+        self.known = KnownObjects()
         self.archive: Archive | None = None
         self.published_seq = 0
         self.hwm = 0
         # The newest manifest that is there.
-        self._newest: Manifest | None = None
+        self.newest: Manifest | None = None
         self.counted = False
         # What was uploaded in this life, or seen to be there, and is in no manifest yet. Uploads add to it.
         self._present: set[tuple[int, int]] = set()
@@ -89,7 +92,7 @@ class Region:
 
     def connect(self, catalogue: Catalogue, cluster_id: bytes, epoch: int) -> None:
         """Find out what is there. Raises OtherCluster, and Fenced where others have gone on without us."""
-        archive = open_archive(self.store, cluster_id, create=True, parent=self._parent)
+        archive = open_archive(self.store, cluster_id, create=True, parent=self._parent, known=self.known)
         archive.bring_newest(catalogue)
         if self._lost_from:
             archive.bring_claims(catalogue.forks, token=self._randomness.token, owner=self._owner)
@@ -102,7 +105,7 @@ class Region:
                     "the archive goes on where this log does not", path=at(self.store.uri, newest.name)
                 )
             self.published_seq, self.hwm = seq_published(catalogue, newest), newest.hwm
-            self._newest = newest
+            self.newest = newest
             if self._lost_from:
                 # What is above the gap may lead to what is in it.
                 archive.forget()
@@ -146,8 +149,9 @@ class Region:
         """`number` is of the first state that is not what it was."""
         with self._lock:
             self._present.clear()
+        self.known.forget()
         self.archive, self.counted, self.published_seq, self.hwm = None, False, 0, 0
-        self._newest, self._looked_number, self._lost_from = None, 0, number
+        self.newest, self._looked_number, self._lost_from = None, 0, number
         raise StoreCorrupt(
             f"the archive has lost what this database has shipped there{why}",
             path=name if "://" in name else at(self.store.uri, name),
@@ -160,20 +164,21 @@ class Region:
         that count. The segment is returned where it is gone, and asked for first until it is back."""
         self._looked_s = self._clock.monotonic()
         self.require_as_left()
-        sample = self._missing or self._sample(catalogue)
+        sample = self._missing or self.draw(catalogue.segments)
         self._missing = None
         if sample is not None and not is_there(self.store, segment_name(sample)):
             self._missing = sample
         return self._missing
 
-    def _sample(self, catalogue: Catalogue) -> SegmentDescriptor | None:
-        segments, first = catalogue.segments, 0 if self._parent is None else self._parent.seq
+    def draw(self, records: RecordList[R]) -> R | None:
+        """One of those that were shipped there, as its newest manifest says."""
+        first = 0 if self._parent is None else self._parent.seq
         begin, end = (
-            segments.count_to(attrgetter("recorded_seq"), seq) for seq in (first, self.published_seq)
+            records.count_to(attrgetter("recorded_seq"), seq) for seq in (first, self.published_seq)
         )
         if end <= begin:
             return None
-        return segments[begin + int.from_bytes(self._randomness.token(6), "little") % (end - begin)]
+        return records[begin + int.from_bytes(self._randomness.token(6), "little") % (end - begin)]
 
     def is_parents(self, segment: SegmentDescriptor) -> bool:
         """Whether it lies in the archive that this one is a clone of."""
@@ -199,23 +204,28 @@ class Region:
         upload_local: UploadLocal,
         upload_checkpoint: Callable[[CheckpointDescriptor], bool],
         others: Callable[[], Iterator[Store]],
+        go_without: Callable[[CheckpointDescriptor], None],
     ) -> Manifest | None:
-        """Publish the manifest of the next entry that has none here. None where there is no such entry."""
+        """Publish the manifest of the next entry that has none here. None where there is no such entry.
+        `go_without` a checkpoint that nobody has may raise."""
         assert self.archive is not None
         seq = next(iter(catalogue.seqs_after(self.published_seq)), 0)
         if not seq or seq > seq_durable:
             return None
         for segment in _recorded_at(catalogue.segments, seq):
-            has_it = self.has(segment) or find_segment(self.store, segment) is not None
-            if not (has_it or upload_local(segment)):
-                self._copy(segment_name(segment), others)
+            if not (self.has(segment) or upload_local(segment)):
+                name = segment_name(segment)
+                if name not in self.known.unsound:
+                    find_segment(self.store, segment)
+                self._copy(name, others)
         for checkpoint in _recorded_at(catalogue.checkpoints, seq):
-            if not (self._has_object(checkpoint_name(checkpoint)) or upload_checkpoint(checkpoint)):
-                self._bring_checkpoint(checkpoint, others)
+            is_there = self._has_sound(checkpoint_name(checkpoint)) or upload_checkpoint(checkpoint)
+            if not (is_there or self._bring_checkpoint(checkpoint, others)):
+                go_without(checkpoint)
         BEFORE_MANIFEST()
         manifest = self.archive.publish(catalogue, seq)
         AFTER_MANIFEST()
-        self._newest = manifest
+        self.newest = manifest
         self.published_seq, self.hwm = manifest.seq, manifest.hwm
         self.counted = False
         with self._lock:
@@ -226,20 +236,20 @@ class Region:
         """After what was read back: raise Fenced where somebody has claimed a higher epoch. A life before may
         have ended before a state named its last manifest, or may have been of an older version."""
         assert self.archive is not None
-        if self._newest is not None:
-            self.archive.have_count(self._newest, epoch)
+        if self.newest is not None:
+            self.archive.have_count(self.newest, epoch)
         self.archive.require_epoch(epoch)
         self.counted = True
 
     def copy_epochs(self, primary: Store) -> None:
         """Who has claimed to write is known in every region, so that each can be restored from alone."""
         for found in primary.list(EPOCHS):
-            copy_object(primary, self.store, found.name, part_bytes=self._part_bytes, passing=self._passing)
+            self._copy(found.name, lambda: iter([primary]))
 
     def _bring_checkpoint(
         self, checkpoint: CheckpointDescriptor, others: Callable[[], Iterator[Store]]
-    ) -> None:
-        """The store that it was shipped to has all of it."""
+    ) -> bool:
+        """Whether one of the others had it: the store that it was shipped to has all of it."""
         name = checkpoint_name(checkpoint)
         for source in others():
             if not is_there(source, name):
@@ -248,20 +258,27 @@ class Region:
             for pack in index.packs:
                 self._copy(pack_object_name(pack), lambda source=source: iter([source]))  # type: ignore[misc]
             self._copy(name, lambda source=source: iter([source]))  # type: ignore[misc]
-            return
-        raise self.missing(name)
+            return True
+        return False
 
     def _copy(self, name: str, others: Callable[[], Iterator[Store]]) -> None:
-        if self._has_object(name):
+        if self._has_sound(name):
             return
         for source in others():
             if is_there(source, name):
-                copy_object(source, self.store, name, part_bytes=self._part_bytes, passing=self._passing)
+                copy_object(
+                    source,
+                    self.store,
+                    name,
+                    part_bytes=self._part_bytes,
+                    passing=self._passing,
+                    known=self.known,
+                )
                 return
         raise self.missing(name)
 
-    def _has_object(self, name: str) -> bool:
-        return is_there(self.store, name)
+    def _has_sound(self, name: str) -> bool:
+        return has_sound(self.store, name, None, known=self.known, passing=self._passing)
 
     def missing(self, name: str) -> StoreCorrupt:
         return StoreCorrupt(

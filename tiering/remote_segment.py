@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
@@ -212,6 +212,17 @@ class RemoteSegment:
         parts[0] = parts[0][start - body_bytes - first * PIECE_BYTES :]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def verify_footer(self) -> list[bytes]:
+        """Compare all of the footer with its hash, where that was not done before: the hashes of its pieces.
+        There are none where nothing is compared."""
+        opened = self._open()
+        if self._trusting:
+            return []
+        with self._lock:
+            if self._piece_hashes is None:
+                self._piece_hashes = self._twice(lambda: self._verify_footer(opened))
+            return self._piece_hashes
+
     def _piece(self, number: int) -> bytes:
         kept = self._fetcher.pieces.get((self.name, number))
         if kept is not None:
@@ -219,10 +230,7 @@ class RemoteSegment:
         opened = self._open()
         if self._trusting:
             return opened.form.read(*self._piece_range(number))
-        with self._lock:
-            if self._piece_hashes is None:
-                self._piece_hashes = self._twice(lambda: self._verify_footer(opened))
-            expected = self._piece_hashes[number]
+        expected = self.verify_footer()[number]
         kept = self._fetcher.pieces.get((self.name, number))
         if kept is not None:
             return kept
@@ -274,13 +282,6 @@ class RemoteSegment:
         if not HEADER_BYTES <= positions[0] <= positions[-1] < self.descriptor.body_bytes:
             raise self._misfit()
         return positions
-
-    def positions_told(self, first: int, last: int) -> bytes:
-        """The same, as numbers of four bytes and compared with nothing: for who compares them with the frames
-        themselves. Nothing else of the footer is read."""
-        opened = self._open()
-        at = opened.trailer.section_offsets().positions
-        return self._twice(lambda: opened.form.read(at + 4 * first, at + 4 * last, passing=True))
 
     def _misfit(self) -> Corrupt:
         return Corrupt(
@@ -472,6 +473,27 @@ class RemoteSegment:
         (position,) = self.positions(frame, frame + 1)
         data = self.frame_at(position)
         return (position, data) if seq_of(data) == seq else None
+
+    def frames_of(self, seqs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """The frames with these seqs, which rise and are all here. Blocks that several lie in are read
+        once."""
+        offset, data = 0, b""
+        for seq in seqs:
+            frame = self.frame_after(seq - 1)
+            if frame == self.descriptor.frame_count:
+                raise self._misfit()
+            (position,) = self.positions(frame, frame + 1)
+            if not offset <= position <= offset + len(data) - FRAME_FIXED_BYTES:
+                body_bytes = self.descriptor.body_bytes
+                offset, data = self.read_blocks(position, min(position + FRAME_FIXED_BYTES, body_bytes))
+            at = position - offset
+            end = at + FRAME_BYTES + format.FRAME.unpack_from(data, at)[1]
+            found = data[at:end]
+            if end > len(data):
+                found += self.read(offset + len(data), offset + end)
+            if seq_of(found) != seq:
+                raise self._misfit()
+            yield seq, found
 
     def frames_of_key(self, bucket: bytes, key: bytes) -> Iterator[tuple[int, bytes]]:
         """The frames of a key, or of one with the same checksum, the newest first, with where they begin."""

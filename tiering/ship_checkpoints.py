@@ -6,14 +6,16 @@ Always true:
   - what goes out is hashed on its way, and an object whose bytes are not those of its name never appears;
   - names and bytes are functions of the log: whoever ships them too ships the same, and what is there is
     kept;
-  - nothing is remembered: stopped anywhere, it begins again with a look at what is there.
+  - nothing is remembered: stopped anywhere, it begins again with a look at what is there;
+  - one whose files here are damaged is told of, once, and passed over: the log has everything.
 
 Where the log has recorded one already, only what that one does not name is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 
 from blake3 import blake3
 
@@ -24,10 +26,11 @@ from lowwater.engine.ckpt import decode_checkpoint
 from lowwater.engine.core import Core
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.seams import File
-from lowwater.errors import Corrupt, NotFound, StoreCorrupt
+from lowwater.errors import Corrupt, DataError, NotFound
 from lowwater.logging import get_logger
 from lowwater.tiering.names import checkpoint_name, pack_object_name
-from lowwater.tiering.store import Store, at, read_small, write_verified
+from lowwater.tiering.store import Part, Store, at, read_small
+from lowwater.tiering.verified_writes import KnownObjects, has_sound, write_verified
 
 _logger = get_logger("shipping")
 
@@ -51,10 +54,13 @@ class CheckpointShipper:
         *,
         own_after: int = 0,
         passing: Callable[[], None] = lambda: None,
+        known: KnownObjects | None = None,
     ) -> None:
         """What was recorded up to the entry `own_after` lies in the archive of a parent, and not there.
-        `passing` is called before each part that goes out. It may raise to give up."""
+        `passing` is called before each part that goes out. It may raise to give up. `known` is as for
+        `write_verified`."""
         self._passing = passing
+        self._known = KnownObjects() if known is None else known
         self._core = core
         self._store = store
         self._own_after = own_after
@@ -84,6 +90,16 @@ class CheckpointShipper:
             self._job = None
             raise
 
+    @contextmanager
+    def _reading(self, stored: StoredCheckpoint) -> Iterator[None]:
+        """What is wrong with what is read stays so, and must not keep what comes later from the store."""
+        try:
+            yield
+        except (DataError, NotFound) as error:
+            error.hint = "the checkpoint is passed over: the next one is made without it. Look at the disk"
+            self._core.pass_over_checkpoint(stored.seq)
+            raise
+
     def _next(self) -> StoredCheckpoint | None:
         """The one that all replicas ship next, once its log is shipped. Where it could not be made, the
         newest that is here."""
@@ -97,16 +113,24 @@ class CheckpointShipper:
             return None
         return next((each for each in here if each.seq <= catalogue.hwm), None)
 
-    def bring(self, stored: StoredCheckpoint) -> None:
-        """Have all of it in the store, whatever the log says."""
-        index = _read_all(stored.open_index())
+    def bring(self, stored: StoredCheckpoint, only: str = "") -> bool:
+        """Have all of it in the store, or the `only` object of this name, whatever the log says. False where
+        it has no such object."""
+        index = self._read_index(stored)
+        described = describe_checkpoint(index)
+        has_it = False
         for pack, size in decode_checkpoint(index).packs.items():
-            self._write_pack(stored, pack, size)
-        self._write_index(describe_checkpoint(index), index)
+            if only in ("", pack_object_name(pack)):
+                self._write_pack(stored, pack, size)
+                has_it = True
+        if only in ("", checkpoint_name(described)):
+            self._write_index(described, index)
+            has_it = True
+        return has_it
 
     def _ship(self, stored: StoredCheckpoint) -> Generator[float, None, None]:
         began_s, bytes_before = self._clock.monotonic(), self.bytes_written
-        index = _read_all(stored.open_index())
+        index = self._read_index(stored)
         described = describe_checkpoint(index)
         there = self._packs_there()
         for pack, size in decode_checkpoint(index).packs.items():
@@ -139,81 +163,67 @@ class CheckpointShipper:
         last = self._core.catalogue.checkpoints.last
         if last is None or last.recorded_seq <= self._own_after:
             return frozenset()
+        name = checkpoint_name(last)
         try:
-            index = read_small(self._store, checkpoint_name(last), last.size)
-        except NotFound:
-            _logger.error("the index of a checkpoint is missing from the archive", seq=last.seq)
+            index = read_small(self._store, name, last.size)
+            if hash_of(index) != last.hash:
+                raise Corrupt("this is not the index that the log recorded")
+        except (Corrupt, NotFound) as error:
+            # A restore takes the one before it, or soon the one that is shipped now.
+            where = at(self._store.uri, name)
+            _logger.error("the index of a checkpoint is damaged", object=where, error=str(error))
             return frozenset()
-        if hash_of(index) != last.hash:
-            raise Corrupt(
-                "the index of a checkpoint in the archive is not the one that the log recorded",
-                path=at(self._store.uri, checkpoint_name(last)),
-                seq=last.seq,
-                hint="look into the archive with `lowwater scrub`",
-            )
         return frozenset(decode_checkpoint(index).packs)
 
     def _write_pack(self, stored: StoredCheckpoint, pack: bytes, size: int) -> None:
+        """What is there is compared with the file, or read."""
         name = pack_object_name(pack)
-        if self._is_there(name, size):
-            return
-        file = stored.open_pack(pack)
+        with self._reading(stored):
+            file = stored.open_pack(pack)
+
+        def parts() -> Iterator[bytes]:
+            return _parts(file, size, pack, stored.packs_directory)
+
+        def parts_to_write() -> Iterator[bytes]:
+            with self._reading(stored):
+                yield from parts()
+
         try:
-            made = write_verified(
-                self._store,
-                name,
-                lambda: self._told(_parts(file, size, pack, stored.packs_directory)),
-                size=size,
-            )
+            if has_sound(self._store, name, parts, known=self._known, passing=self._told):
+                return
+            made = self._write(name, parts_to_write, size)
         finally:
             file.close()
-        if not made:
-            self._require_size(name, size)
         self.packs_written += made
         self.bytes_written += size if made else 0
 
-    def _told(self, parts: Iterator[bytes]) -> Iterator[bytes]:
-        for part in parts:
-            self._passing()
-            yield part
+    def _told(self, _: int) -> None:
+        self._passing()
+
+    def _read_index(self, stored: StoredCheckpoint) -> bytes:
+        with self._reading(stored):
+            return stored.read_index()
 
     def _write_index(self, described: CheckpointDescriptor, index: bytes) -> None:
-        name = checkpoint_name(described)
-        if not self._is_there(name, len(index)):
-            write_verified(self._store, name, lambda: [index], size=len(index))
-        if hash_of(self._store.read(name)) != described.hash:
-            raise StoreCorrupt("the store has other bytes than it was given", path=at(self._store.uri, name))
+        self._write(checkpoint_name(described), lambda: [index], len(index))
 
-    def _is_there(self, name: str, size: int) -> bool:
-        """Whether the store has an object, which has to be of this size: these are never compressed."""
-        try:
-            self._require_size(name, size)
-        except NotFound:
-            return False
-        return True
-
-    def _require_size(self, name: str, size: int) -> None:
-        found = self._store.stat(name)
-        if found.size != size:
-            raise StoreCorrupt(
-                f"an object has {found.size} bytes, and has to have {size}", path=at(self._store.uri, name)
-            )
+    def _write(self, name: str, parts: Callable[[], Iterable[Part]], size: int) -> bool:
+        return write_verified(self._store, name, parts, size=size, known=self._known, passing=self._told)
 
 
-def bring_checkpoint(core: Core, store: Store, checkpoint: CheckpointDescriptor) -> bool:
+def bring_checkpoint(
+    core: Core, store: Store, checkpoint: CheckpointDescriptor, *, known: KnownObjects | None = None
+) -> bool:
     """Have a store that lacks it get a checkpoint that is here too. False where it is not here."""
     for stored in core.checkpoints():
         if stored.seq == checkpoint.seq and stored.id == checkpoint.id:
-            CheckpointShipper(core, store).bring(stored)
-            return True
+            return CheckpointShipper(core, store, known=known).bring(stored)
     return False
 
 
-def _read_all(file: File) -> bytes:
-    try:
-        return file.read_at(0, file.size())
-    finally:
-        file.close()
+def bring_object(core: Core, store: Store, name: str, *, known: KnownObjects) -> bool:
+    """Have one object of a checkpoint that is here in the store again. False where none has it here."""
+    return any(CheckpointShipper(core, store, known=known).bring(each, name) for each in core.checkpoints())
 
 
 def _parts(file: File, size: int, expected: bytes, where: str) -> Iterator[bytes]:

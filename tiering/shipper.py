@@ -44,13 +44,14 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
-from lowwater.tiering.names import segment_name
+from lowwater.tiering.names import checkpoint_name, segment_name
 from lowwater.tiering.objects import Parent
 from lowwater.tiering.region import Region
+from lowwater.tiering.scrub_samples import SampleScrub
 from lowwater.tiering.ship_checkpoints import CheckpointShipper, bring_checkpoint
 from lowwater.tiering.store import Store, at
 from lowwater.tiering.upload_queue import Stopping, UploadQueue, is_alarm
-from lowwater.tiering.uploads import find_segment
+from lowwater.tiering.uploads import has_segment
 
 _logger = get_logger("shipping")
 
@@ -79,6 +80,8 @@ class ShippingOptions:
     uploads_at_once: int = 2
     # What is read and given to a store at once; the store makes its parts of that.
     part_bytes: int = 2**20
+    # How often one object of what was shipped is looked at again; None for never.
+    scrub_interval_s: float | None = None
     # Of the manifest that a restore began with, whose own entry its log lacks.
     follows: bytes = NO_HASH
     # Of a clone.
@@ -142,12 +145,22 @@ class Shipper:
             stores[0],
             own_after=0 if parent is None else parent.seq,
             passing=self._require_not_over,
+            known=self._regions[0].known,
         )
         self._shipping_checkpoint = threading.Lock()
         # Of what a purge has asked a store for in vain.
         self._purge_trouble = self._new_backoff()
         # Of what is wrong with a checkpoint here, or with the store where it goes.
         self._checkpoint_trouble = self._new_backoff()
+        self._scrub = None
+        if options.scrub_interval_s is not None:
+            self._scrub = SampleScrub(
+                core,
+                self._regions,
+                interval_s=options.scrub_interval_s,
+                metrics=self._metrics,
+                upload_local=self._upload_local,
+            )
         self._tasks: list[Task] = []
         self._background = 0
         """The thread that steps by itself. In a simulation it is everybody's."""
@@ -182,6 +195,8 @@ class Shipper:
         for number in range(self._options.uploads_at_once):
             self._tasks.append(runner.start(f"tier-upload-{number}", self.upload_step))
         self._tasks.append(runner.start("tier-checkpoints", self.checkpoint_step))
+        if self._scrub is not None:
+            self._scrub.start()
         self._core.call_when_sealed(self.wake)
 
     def wake(self) -> None:
@@ -221,13 +236,13 @@ class Shipper:
         if not core.cluster_id.strip(b"\0"):
             return self._options.interval_s  # a fed log without its first entry
         for region in self._regions:
-            self._try(region.backoff, self._connect, region)
+            self._reach(region)
         if self._regions[0].archive is not None and not self._is_over:
             self._try(self._trouble, self._ship)
         for region in self._regions:
             if region.is_to_be_looked_at and not self._is_over:
                 self._try(region.looking, self._look_again, region)
-            if region.archive is not None and not self._is_over:
+            if region.archive is not None and self._may_claim and not self._is_over:
                 self._try(region.backoff, self._publish, region)
         if not self._is_over:
             self._count()
@@ -276,15 +291,20 @@ class Shipper:
     def _wait_s(self) -> float | None:
         if self._is_over:
             return None
-        waits = [each.wait_s for each in self._backoffs() if each.error is not None]
+        others = (self._purge_trouble, self._checkpoint_trouble)  # who tries those again is somebody else
+        waits = [each.wait_s for each in self._backoffs() if each.error is not None and each not in others]
         if self._proposed[0] > self._core.catalogue.hwm:
             waits.append(PROPOSE_AGAIN_S)
         return max(min([self._options.interval_s, *waits]), 0.001)
 
-    def _connect(self, region: Region) -> None:
+    def _reach(self, region: Region) -> None:
+        """Find out what is there, unless it is known: that says nothing of what has failed there since."""
         if region.archive is None:
-            core = self._core
-            region.connect(core.catalogue, core.cluster_id, core.epoch)
+            self._try(region.backoff, self._connect, region)
+
+    def _connect(self, region: Region) -> None:
+        core = self._core
+        region.connect(core.catalogue, core.cluster_id, core.epoch)
 
     # ------------------------------------------------------------------ segments
 
@@ -386,10 +406,15 @@ class Shipper:
         with self._stepping:
             region = self._regions[0]
             if not self._is_over:
-                self._try(region.backoff, self._connect, region)
+                self._reach(region)
             if region.archive is not None and not self._is_over:
                 self._try(self._trouble, self._claim)
             return region.archive is not None and self._has_claimed and not self._is_over
+
+    @property
+    def _may_claim(self) -> bool:
+        """Whether this owner has claimed an epoch, or can: it does so in the first region."""
+        return self._has_claimed or self._regions[0].archive is not None
 
     def _claim(self) -> None:
         """Before the first upload: be the one who goes on with this log."""
@@ -444,10 +469,21 @@ class Shipper:
                         path=core.directory,
                         hint="nothing is to be done: it is shipped once it is made",
                     )
-                return bring_checkpoint(core, region.store, checkpoint)
+                return bring_checkpoint(core, region.store, checkpoint, known=region.known)
 
             def others() -> Iterator[Store]:
                 return (each.store for each in self._regions if each is not region)
+
+            def go_without(checkpoint: CheckpointDescriptor) -> None:
+                name = checkpoint_name(checkpoint)
+                if not self._claims:
+                    raise region.missing(name)  # another replica may have it
+                self._metrics.failed()
+                _logger.error(
+                    "a checkpoint is neither here nor in the archive any more",
+                    object=at(region.store.uri, name),
+                    seq=checkpoint.seq,
+                )
 
             manifest = region.publish_next(
                 core.catalogue,
@@ -455,6 +491,7 @@ class Shipper:
                 upload_local=partial(self._upload_local, region),
                 upload_checkpoint=upload_checkpoint,
                 others=others,
+                go_without=go_without,
             )
             duration_s = self._clock.monotonic() - began_s
             self._metrics.published(duration_s)
@@ -483,11 +520,16 @@ class Shipper:
 
     def _upload_local(self, region: Region, segment: SegmentDescriptor) -> bool:
         """Have a segment there. False where it is not here any more."""
-        local = next(iter(self._core.complete_segments(segment.first - 1)), None)
-        if local is None or local.segment_hash != segment.hash or not local.sealed:
+        local = self._local(segment)
+        if local is None:
             return False
         self._queue.upload(region, segment, local.path)
         return True
+
+    def _local(self, segment: SegmentDescriptor) -> Segment | None:
+        """The file that has it; None where it is not here any more."""
+        local = next(iter(self._core.complete_segments(segment.first - 1)), None)
+        return None if local is None or local.segment_hash != segment.hash or not local.sealed else local
 
     # ------------------------------------------------------------------ what was shipped, and may be gone
 
@@ -502,7 +544,9 @@ class Shipper:
             for region in self._regions if segments else ():
                 if not region.counts:
                     continue
-                region.require_as_left()
+                # What is found to be lost is lost for who publishes, too: not while it does.
+                with self._stepping:
+                    region.require_as_left()
                 for segment in segments:
                     if self._is_stopping:
                         raise Stopping
@@ -517,8 +561,17 @@ class Shipper:
         self._purge_trouble.succeeded()
 
     def _bring_back(self, region: Region, segment: SegmentDescriptor) -> None:
-        """Upload a segment again, if the region has lost it."""
-        if find_segment(region.store, segment) is not None:
+        """Upload a segment again, if the region has lost it. Raises StoreCorrupt where it has another one."""
+        local = self._local(segment)
+        if has_segment(
+            region.store,
+            self._files,
+            None if local is None else local.path,
+            segment,
+            part_bytes=self._options.part_bytes,
+            passing=self._queue.passing,
+            known=region.known,
+        ):
             return
         name = segment_name(segment)
         self._metrics.failed()
@@ -680,6 +733,8 @@ class Shipper:
     @property
     def _alarmed(self) -> LowwaterError | None:
         errors = [each.error for each in self._backoffs() if each.error is not None]
+        if self._scrub is not None and (damage := self._scrub.alarm) is not None:
+            errors.append(damage)
         return next((error for error in errors if is_alarm(error)), None)
 
     def _error_since(self, attempts: Mapping[int, int], *, log_alone: bool) -> LowwaterError | None:
@@ -775,5 +830,7 @@ class Shipper:
         self._is_stopping = True
         with self._lock:
             self._lock.notify_all()
+        if self._scrub is not None:
+            self._scrub.stop()
         for task in self._tasks:
             task.stop()

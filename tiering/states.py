@@ -14,7 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowwater.errors import Corrupt, DataError, LowwaterError, NotFound, StoreCorrupt, StoreUnavailable
+from lowwater.errors import (
+    Corrupt,
+    DataError,
+    LowwaterError,
+    NewerVersion,
+    NotFound,
+    StoreCorrupt,
+    StoreUnavailable,
+)
 from lowwater.logging import get_logger
 from lowwater.tiering.names import listed_manifests, listed_state, place_of, state_name
 from lowwater.tiering.objects import HINT, State, decode_state
@@ -44,14 +52,15 @@ class States:
 
     def append(self, cluster_id: bytes, epoch: int, claim: str, manifest: str) -> bool:
         """Write what follows the state that was seen. False where somebody else has written another one
-        there: the newest one is what was seen then."""
+        there: the newest one is what was seen then. Raises StoreCorrupt where the store has not what was
+        written; whoever calls again writes the one after it, for others may have passed this one over."""
         before = self.seen
         state = State(cluster_id, self.number + 1, epoch, claim, manifest)
         if before is not None:
             assert before.epoch <= epoch, "epochs only grow"
             assert before.place <= state.place, "manifests only grow"
         data = state.encode()
-        if self._store.write(state_name(state.number), [data], size=len(data)):
+        if self._store.write(state_name(state.number), [data], size=len(data)) and self._is_kept(state):
             self.number, self.seen = state.number, state
             return True
         number = self.number
@@ -63,6 +72,18 @@ class States:
                 hint="look at the store",
             )
         return self.seen == state
+
+    def _is_kept(self, state: State) -> bool:
+        """False where another one has come in its place, in a store that cannot keep a name."""
+        try:
+            return self.read(state.number) == state
+        except (DataError, NewerVersion, NotFound) as error:
+            raise StoreCorrupt(
+                f"a state is not what was written: {error.message}",
+                path=at(self._store.uri, state_name(state.number)),
+                hint="the next one takes its place; where this comes back, look at the network, and do not "
+                "trust the store",
+            ) from None
 
     def read(self, number: int) -> State:
         name = state_name(number)

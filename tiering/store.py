@@ -1,4 +1,4 @@
-"""What Lowwater asks of an object store: six calls.
+"""What Lowwater asks of an object store: eight calls.
 
 Always true of every store:
   - an object appears whole or not at all, and never changes: a name that is taken is kept;
@@ -16,16 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from lowwater.errors import (
-    Closed,
-    Corrupt,
-    InvalidEntry,
-    NotFound,
-    StoreCorrupt,
-    StoreReadOnly,
-    StoreUnavailable,
-    UploadGone,
-)
+from lowwater.errors import Closed, Corrupt, InvalidEntry, NotFound, StoreReadOnly, UploadGone
+from lowwater.tiering.checksums import Checksum, Hashing
 
 # What the bytes of an object may come in.
 Part = bytes | bytearray | memoryview
@@ -49,6 +41,11 @@ class Store(Protocol):
     uri: str
     """What to call it in messages: no secret is in it."""
 
+    @property
+    def hashing(self) -> Hashing | None:
+        """How it hashes what it has. None where nothing leaves this machine: what was written was synced."""
+        ...
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         """Make the object of these bytes, `size` in all; None where it is not known before, and the object
         may be too large for memory. True when this call made it, False when there was
@@ -56,11 +53,21 @@ class Store(Protocol):
         UploadGone says that all parts have to be sent again: `send` does that."""
         ...
 
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        """Make the object of these bytes, also where there is one of that name: for one that is known not to
+        be what its name says. Whoever reads it meanwhile sees the one or the other. Else as `write`."""
+        ...
+
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes from `start` to before `end`; what lies beyond the object is left out."""
         ...
 
     def stat(self, name: str) -> Found: ...
+
+    def checksum(self, name: str) -> Checksum:
+        """What the store says of the object's bytes. An MD5 that is another one than was expected may be none
+        of them: only one that is equal says something."""
+        ...
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         """The objects whose names begin so, sorted, those above `start_after`; page by page, as they are
@@ -91,59 +98,12 @@ def send(write: Callable[[], bool]) -> bool:
     return write()
 
 
-def write_verified(store: Store, name: str, parts: Callable[[], Iterable[Part]], *, size: int) -> bool:
-    """Write an object, and see whether the store has it: some say yes before they know.
-
-    An object that was there may have another size: it may have been compressed by another version.
-    """
-    made = send(lambda: store.write(name, parts(), size=size))
-    try:
-        found = store.stat(name)
-    except NotFound:
-        raise StoreCorrupt(
-            "the store said that it has the object, and has it not", path=at(store.uri, name)
-        ) from None
-    if made and found.size != size:
-        raise StoreCorrupt(
-            f"the store took {size} bytes, and has an object of {found.size}", path=at(store.uri, name)
-        )
-    return made
-
-
 def is_there(store: Store, name: str) -> bool:
     try:
         store.stat(name)
     except NotFound:
         return False
     return True
-
-
-PASSED_BYTES = 4 * 2**20
-
-
-def pass_through(
-    store: Store,
-    name: str,
-    target: Store,
-    target_name: str,
-    *,
-    part_bytes: int = PASSED_BYTES,
-    passing: Callable[[int], None] = lambda _: None,
-) -> bool:
-    """Have an object under a name in another store, or in its own, by reading and writing it: a part at a
-    time. False where that name is taken. `passing` is told of each part, and may raise to give up."""
-    size = store.stat(name).size
-
-    def parts() -> Iterator[Part]:
-        for start in range(0, size, part_bytes):
-            end = min(start + part_bytes, size)
-            part = store.read(name, start, end)
-            if len(part) != end - start:
-                raise StoreUnavailable("less of the object came than it has", path=at(store.uri, name))
-            passing(len(part))
-            yield part
-
-    return write_verified(target, target_name, parts, size=size)
 
 
 # More than any catalogue's part, claim or index takes.
@@ -175,7 +135,7 @@ def check_name(name: str) -> None:
     if (
         any(part in ("", ".", "..") for part in components)
         or name[0] == "."
-        or any(ord(letter) < 32 or letter in "\\\x7f" for letter in name)
+        or any(ord(letter) < 32 or letter in "\\\x7f" or "\ud800" <= letter <= "\udfff" for letter in name)
     ):
         raise InvalidEntry(f"{name!r:.80} is no name for an object", hint="words between slashes, as a/b.c")
     if len(name.encode()) > NAME_BYTES_MAX or max(len(c.encode()) for c in components) > COMPONENT_BYTES_MAX:
@@ -192,6 +152,10 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.uri}>"
+
+    @property
+    def hashing(self) -> Hashing | None:
+        return None
 
     def close(self) -> None:
         self._closed = True

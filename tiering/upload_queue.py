@@ -81,10 +81,11 @@ class UploadQueue:
         self.memory_bytes = 0
 
     def passing(self, size: int) -> None:
-        """A part goes out."""
+        """A part goes out; where it is of no bytes, one is only looked at."""
         if self._is_over():
             raise Stopping
-        self._metrics.passed(size)
+        if size:
+            self._metrics.passed(size)
 
     def want(self, local: Segment) -> Wanted:
         """Have a segment uploaded to the regions that count and lack it."""
@@ -179,6 +180,7 @@ class UploadQueue:
                 segment,
                 part_bytes=self._part_bytes,
                 passing=self.passing,
+                known=region.known,
             )
         finally:
             with self._lock:

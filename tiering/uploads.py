@@ -4,14 +4,15 @@ Always true:
   - every byte of the body is compared with the segment's hash, and of the footer with its own, before it goes
     out; where one does not match, no object appears;
   - memory is a few pieces, whatever the segment's size, besides what the store takes for itself;
-  - an object that is there is kept. It counts only when its two ends say that it is this segment: another
-    version of zstd may have compressed the same bytes differently.
+  - an object that is there is kept. It counts when its two ends say that it is this segment, and every byte
+    was verified: by the store's checksum where this process would send the same bytes, else by reading it,
+    for another version of zstd may have compressed them differently.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -26,16 +27,14 @@ from lowwater.engine.seams import File, Files
 from lowwater.engine.verified import VerifiedBlocks
 from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
 from lowwater.tiering.names import parse, segment_name
-from lowwater.tiering.store import Store, at, pass_through, send
+from lowwater.tiering.store import Store, at
+from lowwater.tiering.verified_writes import KnownObjects, Passing, has_sound, pass_through, write_measured
 from lowwater.tiering.verify import ObjectFile, describe_object
 
 READ_BYTES = 2**20
 
 BEFORE_UPLOAD = Failpoint("ship.before_upload")
 AFTER_UPLOAD = Failpoint("ship.after_upload")
-
-Passing = Callable[[int], None]
-"""Told of each part that goes out, by its size. It may raise to give up."""
 
 
 class Uploaded(NamedTuple):
@@ -90,45 +89,60 @@ def upload_segment(
     *,
     part_bytes: int,
     passing: Passing,
+    known: KnownObjects | None = None,
 ) -> Uploaded:
     """Have the segment at `path` in the store. Raises DataError for what is wrong with the file, or with an
-    object that is there in its place; one of STORE_ERRORS for the rest."""
-    name = segment_name(segment)
-    found = find_segment(store, segment)
-    if found is not None:
-        return Uploaded(False, found)
+    object that is there in its place; one of STORE_ERRORS for the rest. `known` is as for
+    `write_verified`."""
+    name, known = segment_name(segment), KnownObjects() if known is None else known
+    if has_segment(store, files, path, segment, part_bytes=part_bytes, passing=passing, known=known):
+        return Uploaded(False, store.stat(name).size)
     BEFORE_UPLOAD()
     with typed_errors(path, "read the segment"):
         file = VerifiedFile(files.open(path))
         try:
             if file.segment_hash != segment.hash:
                 raise Corrupt("this is another segment than the log has", seq=segment.first)
-            size = 0
-
-            def counted(parts: Iterator[bytes]) -> Iterator[bytes]:
-                nonlocal size
-                size = 0
-                for part in parts:
-                    passing(len(part))
-                    size += len(part)
-                    yield part
-
-            def write() -> bool:
-                parts, known = _parts(file, segment, part_bytes)
-                return store.write(name, counted(parts), size=known)
-
-            made = send(write)
+            made = write_measured(
+                store, name, lambda: _parts(file, segment, part_bytes), known=known, passing=passing
+            )
         finally:
             file.close()
     AFTER_UPLOAD()
-    found = find_segment(store, segment) if not made else _size_of(store, name)
+    if made is not None:
+        return Uploaded(True, made)
+    found = find_segment(store, segment)
     if found is None:
         raise StoreCorrupt("the store said that it has the object, and has it not", path=at(store.uri, name))
-    if made and found != size:
-        raise StoreCorrupt(
-            f"the store took {size:,} bytes, and has an object of {found:,}", path=at(store.uri, name)
-        )
-    return Uploaded(made, found)
+    return Uploaded(False, found)
+
+
+def has_segment(
+    store: Store,
+    files: Files,
+    path: str | None,
+    segment: SegmentDescriptor,
+    *,
+    part_bytes: int,
+    passing: Passing,
+    known: KnownObjects,
+) -> bool:
+    """Whether the segment's object is there: `has_sound`, and its two ends say that it is this segment. What
+    is at `path` may spare reading all of it."""
+    name = segment_name(segment)
+    if name in known.unsound or find_segment(store, segment) is None:
+        return False
+
+    def parts() -> Iterator[bytes]:
+        assert path is not None
+        with typed_errors(path, "read the segment"):
+            file = VerifiedFile(files.open(path))
+            try:
+                yield from _parts(file, segment, part_bytes)[0]
+            finally:
+                file.close()
+
+    return has_sound(store, name, None if path is None else parts, known=known, passing=passing)
 
 
 def _parts(
@@ -191,8 +205,10 @@ def _size_of(store: Store, name: str) -> int | None:
         return None
 
 
-def copy_object(source: Store, target: Store, name: str, *, part_bytes: int, passing: Passing) -> bool:
-    """Have an object of one store in another one, as it is stored. False where it was there."""
-    if _size_of(target, name) is not None:
-        return False
-    return pass_through(source, name, target, name, part_bytes=part_bytes, passing=passing)
+def copy_object(
+    source: Store, target: Store, name: str, *, part_bytes: int, passing: Passing, known: KnownObjects
+) -> bool:
+    """Have an object of one store, which has to be sound, in another one, as it is stored. False where that
+    name is taken."""
+    has_sound(source, name, None, known=KnownObjects(), passing=passing)
+    return pass_through(source, name, target, name, part_bytes=part_bytes, known=known, passing=passing)

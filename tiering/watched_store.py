@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 from lowwater.errors import Closed
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.store import Found, Store
 
 
@@ -36,6 +37,16 @@ class WatchedStore:
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         return self._store.list(prefix, start_after)
+
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
+    def checksum(self, name: str) -> Checksum:
+        return self._store.checksum(name)
+
+    def replace(self, *_: object, **__: object) -> None:
+        raise AssertionError("a scrub writes nothing")
 
     def write(self, *_: object, **__: object) -> bool:
         raise AssertionError("a scrub writes nothing")

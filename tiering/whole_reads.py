@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.store import Found, Part, Store
 
 BYTES_MAX = 128 * 2**20
@@ -67,11 +68,23 @@ class WholeReads:
         if kept is not None:
             self._bytes -= len(kept.data)
 
+    @property
+    def hashing(self) -> Hashing | None:
+        return self._store.hashing
+
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
         return self._store.write(name, parts, size=size)
 
+    def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
+        self._store.replace(name, parts, size=size)
+        with self._lock:
+            self._forget(name)
+
     def stat(self, name: str) -> Found:
         return self._store.stat(name)
+
+    def checksum(self, name: str) -> Checksum:
+        return self._store.checksum(name)
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
         return self._store.list(prefix, start_after)

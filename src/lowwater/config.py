@@ -36,6 +36,7 @@ ENV_PREFIX = "LOWWATER_"
 HINT = "docs/configuration.md lists the keys and what each takes"
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+TIB = 1 << 40
 MB = 1_000_000
 
 BYTES_PER_UNIT = {
@@ -158,15 +159,15 @@ class WalConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dir: OptionalPath = None
-    cache_bytes_max: ByteSize = 64 * MIB
+    cache_bytes_max: ByteSize = Field(default=64 * MIB, le=TIB)
     cache_messages_max: Count | None = None
-    fsync_interval_ms: Milliseconds = 0
+    fsync_interval_ms: Milliseconds = Field(default=0, le=3_600_000)
     fsync_max_batch_bytes: ByteSize = Field(default=10 * MIB, ge=1, le=32 * MIB)
     rotate_max_bytes: ByteSize = Field(default=100 * MB, ge=64 * KIB, le=2 * GIB)
-    rotate_max_seconds: OptionalSeconds = Field(default=None, gt=0)
+    rotate_max_seconds: OptionalSeconds = Field(default=None, gt=0, le=10**8)
     sync_mode: Literal["fsync", "fdatasync", "none"] = "fsync"
     compression: Annotated[Literal["none", "zstd"], BeforeValidator(_compression)] = "zstd"
-    queue_bytes_max: ByteSize = 64 * MIB
+    queue_bytes_max: ByteSize = Field(default=64 * MIB, le=TIB)
     entry_bytes_max: ByteSize = Field(default=16 * MIB, ge=64, le=31 * MIB)
 
     @model_validator(mode="after")
@@ -225,6 +226,7 @@ class TierConfig(BaseModel):
     part_bytes: ByteSize = Field(default=5 * MIB, ge=5 * MIB, le=GIB)
     parts_at_once: Count = Field(default=2, ge=1, le=64)
     upload_age_max_s: Seconds = Field(default=86_400.0, ge=1, le=10**8)
+    scrub_sample_interval_s: OptionalSeconds = Field(default=1200.0, gt=0, le=10**8)
 
     @model_validator(mode="after")
     def _one_way_to_say_where(self) -> Self:
@@ -628,7 +630,12 @@ def _reason(key: str, problem: ErrorDetails) -> str:
 
 def _amount(key: str, limit: float) -> str:
     """A limit in the largest unit that it is a whole number of, which is how the documentation has it."""
-    if "bytes" not in key:
-        return f"{limit:g}"
-    unit, size = max((size, unit) for unit, size in BYTES_PER_UNIT.items() if limit % size == 0)[::-1]
-    return f"{limit // size} {unit}"
+    if "bytes" in key:
+        units = BYTES_PER_UNIT
+    elif key.endswith(("_ms", "_s", "_seconds")) and limit:
+        units = MILLISECONDS_PER_UNIT
+        limit = limit if key.endswith("_ms") else limit * 1000
+    else:
+        return f"{int(limit):,}"
+    size, unit = max((size, unit) for unit, size in units.items() if limit % size == 0)
+    return f"{int(limit) // size:,} {unit}"

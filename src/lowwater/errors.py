@@ -245,7 +245,9 @@ class DirectoryNotWritable(DeniedError):
 
 
 class StoreDenied(DeniedError):
-    default_hint = "check the credentials, and what they allow: list, read, write and delete below the prefix"
+    default_hint = (
+        "check the credentials, and what they allow below the prefix: list and read, and to ship write"
+    )
 
 
 class StoreReadOnly(DeniedError):

@@ -22,8 +22,9 @@ from lowwater.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from lowwater.tiering.store import Store, write_verified
+from lowwater.tiering.store import Store
 from lowwater.tiering.testing.store import Place, StoreConformance, names, put
+from lowwater.tiering.verified_writes import write_verified
 
 
 class TestFaultyStore(StoreConformance):

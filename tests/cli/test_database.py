@@ -101,6 +101,31 @@ def test_a_path_without_a_database_is_an_error_and_makes_none(command: str, tmp_
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_a_directory_may_have_a_name_that_is_no_text(command: str, path: str, tmp_path: Path) -> None:
+    """Names of files are bytes."""
+    other = str(tmp_path / os.fsdecode(b"d\xff"))
+    os.rename(path, other)
+    more = {"compact-local": ["--yes"], "checkpoints": ["--make"]}
+    result = run(*arguments_of(command, other), *more.get(command, []), "--json", stdin=b"value")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", ["history", "ls", "pages"])
+def test_a_limit_may_be_larger_than_any_number_of_lines(command: str, path: str) -> None:
+    """Who wants all of them writes many nines."""
+    arguments = (*arguments_of(command, path), *(["b"] if command == "ls" else []))
+    assert len(lines_of(*arguments, "--limit", "9" * 30)) == len(lines_of(*arguments))
+    assert run(*arguments, "--limit", "0").exit_code == 2
+
+
+def test_a_source_that_cannot_be_read_is_told(path: str) -> None:
+    """The disk that it is on may fail."""
+    result = run("put", path, "b", "k", "/proc/self/mem")  # whose first byte nobody can read
+    assert result.exit_code == 74
+    assert "cannot read the value" in result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_call_is_told(command: str, path: str) -> None:
     """Two is the code for it everywhere."""
     assert run(command).exit_code == 2

@@ -38,6 +38,7 @@ from lowwater.engine.testing.damage import flip
 from lowwater.errors import (
     Closed,
     Corrupt,
+    InputError,
     InvalidEntry,
     LowwaterError,
     NotFound,
@@ -658,7 +659,10 @@ def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
         read_checkpoint(str(tmp_path / name))
     (tmp_path / name).write_bytes(b"something else")
     with pytest.raises(NotLowwater):
-        read_checkpoint(str(tmp_path / name))
+        read_checkpoint(tmp_path / name)
+    for no_path in (None, 5, b"x", [], "", "a\0b"):
+        with pytest.raises(InputError):
+            read_checkpoint(no_path)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------- asking for it

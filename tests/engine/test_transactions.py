@@ -143,6 +143,39 @@ def test_write_skew_is_refused_by_serializable_only(db: Database, isolation: str
         assert value(db, "y") == b"off"
 
 
+@pytest.mark.parametrize("spills", [False, True], ids=["small", "large"])
+def test_what_it_has_written_itself_does_not_count_as_read(
+    db: Database, monkeypatch: pytest.MonkeyPatch, spills: bool
+) -> None:
+    """Found by the model: read, and taken back, it refused the commit of a large transaction alone."""
+    if spills:
+        monkeypatch.setattr(transactions, "SPILL_ABOVE_BYTES", 1)
+    db.put("b", "deleted", b"1")
+    txn = db.transaction("serializable")
+    txn.put("b", "kept", b"1")
+    savepoint = txn.savepoint()
+    txn.put("b", "k", b"1")
+    txn.put("b", "new", b"1")
+    txn.delete("b", "new")
+    assert txn.get("b", "k").value == b"1"
+    with pytest.raises(NotFound):
+        txn.get("b", "new")
+    txn.rollback_to(savepoint)
+    db.put("b", "k", b"other")
+    db.put("b", "new", b"other")
+    txn.commit()
+    assert (value(db, "k"), value(db, "new"), value(db, "kept")) == (b"other", b"other", b"1")
+    # What was there before, or was not, was read before it was written.
+    txn = db.transaction("serializable")
+    savepoint = txn.savepoint()
+    txn.delete("b", "deleted")
+    txn.rollback_to(savepoint)
+    db.put("b", "deleted", b"other")
+    txn.put("b", "y", b"1")
+    with pytest.raises(Conflict):
+        txn.commit()
+
+
 def test_a_phantom_is_refused_by_serializable(db: Database) -> None:
     """What a scan did not find counts as read."""
     txn = db.transaction("serializable")

@@ -77,7 +77,7 @@ def test_an_archive_to_which_nothing_was_shipped_yet(objects: MemoryObjects) -> 
         restore(objects)
 
 
-@pytest.mark.parametrize("prefix", ["manifest/chunks/", "checkpoints/", "data/packs/", "wal/"])
+@pytest.mark.parametrize("prefix", ["manifest/chunks/", "data/packs/", "wal/"])
 def test_an_object_that_is_missing_is_named(objects: MemoryObjects, prefix: str) -> None:
     """By its whole URI; the restore goes on once the object is there again."""
     seen = 0
@@ -126,7 +126,7 @@ def _read_all(objects: MemoryObjects, place: Place) -> None:
         core.close()
 
 
-@pytest.mark.parametrize("prefix", ["cluster", "manifest/", "checkpoints/", "data/packs/", "wal/"])
+@pytest.mark.parametrize("prefix", ["cluster", "manifest/", "data/packs/", "wal/"])
 def test_an_object_with_a_flipped_byte_is_named(objects: MemoryObjects, prefix: str) -> None:
     """Or does not matter, because nothing of it is needed."""
     seen = 0
@@ -141,6 +141,55 @@ def test_an_object_with_a_flipped_byte_is_named(objects: MemoryObjects, prefix: 
                 seen += 1
             objects.data[name] = data
     assert seen
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped", "empty"])
+def test_a_checkpoint_whose_index_is_lost_is_made_of_the_log(
+    objects: MemoryObjects, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has everything. Who restores is told."""
+    [name] = names(objects, "checkpoints/")
+    if damage == "flipped":
+        flipped(objects, name, len(objects.data[name]) // 2)
+    else:
+        objects.remove(name)
+    if damage == "empty":
+        objects.add(name, b"")
+    place = Place(1)
+    made = restore(objects, place, full=True)
+    assert made.checkpoint_seq == 0
+    _read_all(objects, place)
+    told = [record.getMessage() for record in caplog.records if record.name == "lowwater.restore"]
+    assert any("lost" in each and name in each for each in told)
+
+
+@pytest.mark.parametrize("lost_first", [True, False])
+def test_a_restore_goes_on_with_the_checkpoint_that_it_has_begun_with(
+    objects: MemoryObjects, lost_first: bool
+) -> None:
+    """Whether that is lost meanwhile, or comes back."""
+    [name] = names(objects, "checkpoints/")
+    data = objects.data[name]
+    segment = names(objects, "wal/")[-1]
+    kept = objects.data[segment]
+    objects.remove(segment)
+    if lost_first:
+        objects.remove(name)
+    place = Place(1)
+    with pytest.raises((Corrupt, NotFound)):
+        restore(objects, place, full=True)
+    assert _is_begun(place)
+    objects.add(segment, kept)
+    if lost_first:
+        objects.add(name, data)
+        assert restore(objects, place, full=True).checkpoint_seq == 0
+    else:
+        objects.remove(name)
+        with pytest.raises(Corrupt, match="has begun with the checkpoint"):
+            restore(objects, place, full=True)
+        objects.add(name, data)
+        assert restore(objects, place, full=True).checkpoint_seq
+    _read_all(objects, place)
 
 
 def test_a_seq_that_was_never_written(objects: MemoryObjects) -> None:

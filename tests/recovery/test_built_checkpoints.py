@@ -33,9 +33,7 @@ def unnamed(folder: Path, seed: int = 3, steps: int = 150) -> tuple[Fed, int, Pa
     fed.order(Put(BUCKETS[0], "tail", b"above"))
     fed.ship()
     [stored] = [each for each in fed.engine.checkpoints() if each.seq == seq]
-    file = stored.open_index()
-    described = describe_checkpoint(file.read_at(0, file.size()))
-    file.close()
+    described = describe_checkpoint(stored.read_index())
     assert bring_checkpoint(fed.engine, fed.store, described)
     assert not fed.engine.catalogue.checkpoint_seq
     [index] = (folder / "checkpoints").iterdir()

@@ -260,21 +260,7 @@ def listing(names: str, answer: Answer) -> Rule:
 # ---- uploads that are kept otherwise than they were sent
 
 
-SIZE_ALONE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="An upload is verified by its size alone: what arrived with another bit counts as shipped "
-    "(issue 14, item 6).",
-)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        *("cluster", "manifest/", "checkpoints/"),
-        *(pytest.param(names, marks=SIZE_ALONE) for names in ("epochs/", "wal/", "data/packs/")),
-    ],
-)
+@pytest.mark.parametrize("names", ["cluster", "manifest/", "checkpoints/", "epochs/", "wal/", "data/packs/"])
 def test_what_arrived_with_another_bit_does_not_count_as_shipped(
     names: str, proxy: Proxy, tmp_path: Path
 ) -> None:

@@ -10,9 +10,10 @@ from tests.tiering.shipping import archived, objects_of, shared, tier_options
 from tests.tiering.test_shipper import fill, new_machine
 
 from lowwater.errors import DataError, StoreUnavailable
-from lowwater.tiering.memory_store import MemoryObjects
-from lowwater.tiering.names import CLUSTER, WAL
+from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
+from lowwater.tiering.names import CHECKPOINTS, CLUSTER, WAL, checkpoint_name
 from lowwater.tiering.objects import encode_cluster
+from lowwater.tiering.scrub import Scrub
 
 
 def wipe(objects: MemoryObjects, _: dict[str, bytes]) -> None:
@@ -193,3 +194,28 @@ def test_nothing_is_purged_for_an_archive_that_is_anothers_by_now() -> None:
     assert machine.db.shipping().alarm is not None
     for each in (machine, other):
         each.db.close()
+
+
+def test_what_is_neither_here_nor_there_keeps_nothing_else_from_an_archive() -> None:
+    """Of checkpoints the last ones are kept here, and the log has what was in the others."""
+    machine = new_machine()
+    for number in range(0, 400, 80):
+        fill(machine, number, 80)
+        machine.db.checkpoint()
+        machine.db.ship()
+    kept = {each.seq for each in machine.db.checkpoints()}
+    shipped = list(machine.db.catalogue.checkpoints)
+    assert len(shipped) > len(kept)
+    wipe(machine.server.objects, {})
+    machine.later(200)
+    status = machine.db.shipping()
+    assert (status.state, status.alarm, status.error) == ("idle", None, None)
+    there = {each.name for each in MemoryStore(objects=machine.server.objects).list(CHECKPOINTS)}
+    assert there == {checkpoint_name(each) for each in shipped if each.seq in kept}
+    fill(machine, 400, 80)
+    machine.db.checkpoint()
+    machine.db.ship()
+    scrub = Scrub(MemoryStore(objects=machine.server.objects), deep=True)
+    told = [each.what for each in scrub.findings() if each.severity == "error"]
+    assert told == ["the checkpoint is gone"] * (len(shipped) - len(kept))
+    machine.db.close()

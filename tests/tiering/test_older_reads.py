@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.tiering.shipping import FedMachine, TieredMachine, tier_options
 
+import lowwater
 from lowwater.chaos.store import Fault, FaultyStore
 from lowwater.engine.database import Database
 from lowwater.engine.reading import Reading
 from lowwater.errors import InputError, NotFound, RetryError, VersionGone
+from lowwater.tiering import fetcher
 
 PURGING = tier_options(retention={"age_max_s": 1.0, "check_interval_s": 1.0})
 
@@ -234,3 +237,47 @@ def test_without_an_archive_they_are_gone(tmp_path: Any) -> None:
         for call in (lambda: db.get("b", "k", at=seq), lambda: db.root(seq), lambda: db.scan("b", at=seq)):
             with pytest.raises(VersionGone):
                 call()
+
+
+def _units_read(db: Any) -> float:
+    """Units of the archive's objects that were not in memory."""
+    return sum(
+        sample.value
+        for family in db.metrics().collect()
+        for sample in family.samples
+        if sample.name in ("lowwater_cold_cache_hits_total", "lowwater_cold_cache_misses_total")
+    )
+
+
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_a_scan_of_what_is_older_reads_together_what_lies_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_checkpoint: bool
+) -> None:
+    """A key at a time, each would read a part of the log of its own: keys are not written in their order."""
+    monkeypatch.setattr(fetcher, "MEMORY_BYTES", 2**19)
+    keys = [f"k{number:04}" for number in range(1200)]
+    rng = random.Random(7)
+    rng.shuffle(keys)
+    config = {"engine": {"checkpoint_entry_interval_s": "none"}, "wal": {"sync_mode": "none"}}
+    uri = f"file://{tmp_path}/archive"
+    (tmp_path / "archive").mkdir()
+    with lowwater.open(tmp_path / "original", tier=uri, config=config) as db:
+        db.create_bucket("b")
+        db.put_many("b", [(key, rng.randbytes(1500)) for key in keys])
+        if with_checkpoint:
+            db.checkpoint()
+        db.ship()
+        with db.transaction() as txn:
+            txn.put("b", "k0100", b"of a transaction")
+            txn.delete("b", "k0101")
+        seq = db.marks().applied
+        expected = [(each.key, each.value, each.seq) for each in db.scan("b")]
+        for key in keys[:10]:
+            db.delete("b", key)
+        db.checkpoint()
+        db.ship()
+    lowwater.restore(uri, tmp_path / "to", clone=True)
+    with lowwater.open(tmp_path / "to", config=config) as db:
+        before = _units_read(db)
+        assert [(each.key, each.value, each.seq) for each in db.scan("b", at=seq)] == expected
+        assert _units_read(db) - before < len(expected) / 4

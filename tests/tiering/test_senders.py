@@ -29,10 +29,11 @@ from lowwater.tiering.names import segment_name
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
 from lowwater.tiering.s3_client import NotTrusted, S3Client, usable_client
-from lowwater.tiering.store import Store, write_verified
+from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
 from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, BUCKET, SECRET_ACCESS_KEY, S3Server
 from lowwater.tiering.uploads import describe_file, upload_segment
+from lowwater.tiering.verified_writes import write_verified
 from lowwater.tiering.verify import ObjectFile, open_segment
 
 # As many as have to hold once: `make chaos` runs 200.

@@ -34,6 +34,7 @@ from lowwater.errors import (
     TimedOut,
 )
 from lowwater.tiering.archive import open_archive
+from lowwater.tiering.names import MANIFESTS
 from lowwater.tiering.region import LOOK_AGAIN_S
 
 
@@ -629,6 +630,51 @@ def test_with_async_replication_a_region_that_is_down_holds_up_nothing_and_catch
     assert shared(objects_of(servers[0])) == shared(objects_of(servers[1]))
     assert but_states(objects_of(servers[0])) == but_states(objects_of(servers[1]))
     archived(servers[1])
+    machine.db.close()
+
+
+def test_a_region_waits_for_a_claim_while_the_first_is_down() -> None:
+    """It is claimed in the first. Nobody takes the second for broken until then."""
+    servers = [FaultyStore(uri="memory://one"), FaultyStore(uri="memory://two")]
+    machine = new_machine(servers=servers)
+    servers[1].down = True
+    fill(machine, 0, 200)
+    machine.db.ship()
+    machine.db.close()
+    servers[0].down, servers[1].down = True, False
+    machine.open()
+    machine.later(30)
+    status = machine.db.shipping()
+    assert [each.error is None for each in status.regions] == [False, True]
+    assert status.alarm is None
+    servers[0].down = False
+    machine.later(200)
+    assert shared(objects_of(servers[0])) == shared(objects_of(servers[1]))
+    machine.db.close()
+
+
+def test_a_region_that_answers_and_takes_nothing_is_asked_less_and_less_often() -> None:
+    """That it can be reached says nothing of what it refuses."""
+    machine = new_machine()
+    fill(machine, 0, 50)
+    machine.db.ship()
+    asked: list[str] = []
+
+    def refuse(operation: Operation) -> Fault | None:
+        if operation.kind != "write" or not operation.name.startswith(MANIFESTS):
+            return None
+        asked.append(operation.name)
+        return Fault(error="unavailable")
+
+    machine.server.fault = refuse
+    fill(machine, 50, 50)
+    machine.later(600)
+    assert machine.db.shipping().failures >= 8
+    assert len(asked) < 30
+    machine.server.fault = None
+    machine.later(120)
+    assert machine.db.shipping().error is None
+    archived(machine.server)
     machine.db.close()
 
 

@@ -15,10 +15,11 @@ from lowwater.engine.real import RealRandomness
 from lowwater.errors import NotFound
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits
-from lowwater.tiering.store import Store, write_verified
+from lowwater.tiering.store import Store
 from lowwater.tiering.store_uri import parse_uri
 from lowwater.tiering.testing.s3_server import S3Server
 from lowwater.tiering.testing.store import names
+from lowwater.tiering.verified_writes import write_verified
 
 # Forks one uploader for each line, and kills it where the line says: "<after so many parts> <object>". The
 # uploader waits there, so the kill falls between two parts, and the sending of those before goes on. After

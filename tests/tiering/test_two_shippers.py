@@ -13,6 +13,7 @@ from tests.tiering.shipping import (
     Order,
     TieredMachine,
     archived,
+    but_states,
     objects_of,
     shared,
     tier_options,
@@ -184,7 +185,8 @@ def test_two_engines_that_are_fed_the_same_ship_the_same_whatever_happens_to_one
 
     objects = run(lambda *_: None)
     assert sum(name.startswith(CHECKPOINTS) for name in objects) >= 2
-    assert objects == run(crash)
+    # A life that ends between a manifest and its state leaves that one out: the next state says as much.
+    assert but_states(objects) == but_states(run(crash))
 
 
 def test_a_replica_has_what_another_recorded_however_many_checkpoints_came_since() -> None:

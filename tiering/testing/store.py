@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lowwater.errors import Closed, InvalidEntry, NotFound
-from lowwater.tiering.store import Found, Part, Store, write_verified
+from lowwater.tiering.checksums import Sent
+from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.verified_writes import write_verified
 
 # Opens the store of one place, again and again.
 Place = Callable[[], Store]
@@ -27,7 +29,7 @@ LARGE_BYTES = 17 * 1024 * 1024 + 12_345
 
 
 NO_NAMES = [
-    *("", "/", "/a", "a/", "a//b", "..", "../a", "a/../b", "a/./b", ".probe", ".tmp/x"),
+    *("", "/", "/a", "a/", "a//b", "..", "../a", "\udcff", "a/../b", "a/./b", ".probe", ".tmp/x"),
     *("a\0b", "a\nb", "a\\b", "x" * 256, "x/" * 600 + "x"),
 ]
 
@@ -219,6 +221,36 @@ class StoreConformance:
                 store.copy(name, "b")
             assert caught.value.path == f"{store.uri.rstrip('/')}/{name}"
         assert names(store.list()) == ["a/b"]
+
+    def test_an_object_is_written_over_where_that_is_asked_for(self, store: Store, place: Place) -> None:
+        """Which is what mends one that was damaged; also one that is gone."""
+        put(store, "a", b"first")
+        store.replace("a", [b"second, ", b"and longer"], size=18)
+        store.replace("b/c", [b"x"], size=1)
+        data = pattern(LARGE_BYTES)
+        store.replace("large", [data], size=len(data))
+        store.replace("large", [data[:1], data[2:]], size=None)
+        other = place()
+        assert other.read("a") == b"second, and longer"
+        assert other.stat("b/c").size == 1
+        assert other.read("large") == data[:1] + data[2:]
+        assert names(other.list()) == ["a", "b/c", "large"]
+        other.close()
+
+    @pytest.mark.parametrize("size", [0, 10, LARGE_BYTES])
+    def test_a_checksum_is_that_of_the_bytes_or_says_nothing(self, store: Store, size: int) -> None:
+        """And is of the object's size; of what is missing there is none."""
+        data = pattern(size)
+        put(store, "a/b", data)
+        said = store.checksum("a/b")
+        assert said.size == size
+        if said.md5:
+            assert store.hashing is not None
+            sent = Sent(store.hashing)
+            assert b"".join(sent.passing([data])) == data
+            assert said.md5 in sent.md5s
+        with pytest.raises(NotFound):
+            store.checksum("a")
 
     def test_what_was_deleted_is_gone(self, store: Store) -> None:
         """And can be deleted again, and written again."""

@@ -42,6 +42,16 @@ json_option = click.option(
 )
 
 
+class _Limit(click.IntRange):
+    """How much to show, from 1 up; no walk of Python's takes a number above this."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return min(int(super().convert(value, param, ctx)), sys.maxsize)
+
+
+LIMIT = _Limit(1)
+
+
 class LocalPath(click.Path):
     """A path on this machine. A URI in its place would be taken for a strange directory, and shown with the
     secrets in it."""

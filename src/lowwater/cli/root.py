@@ -13,9 +13,9 @@ import click
 
 import lowwater
 from lowwater import logging
-from lowwater.cli.output import LocalPath, print_error
+from lowwater.cli.output import JSON_KEY, LocalPath, print_error
 from lowwater.engine.fast import IS_COMPILED, WHY_NOT_COMPILED
-from lowwater.errors import LowwaterError
+from lowwater.errors import InputError, LowwaterError
 
 # Where each command is: `compact-local` is the object `compact_local` in that module.
 COMMANDS = {
@@ -49,6 +49,8 @@ class Root(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
+        # Whether a call is wrong is found out before its options are read.
+        ctx.meta[JSON_KEY] = "--json" in ctx.args
         try:
             result = super().invoke(ctx)
             # What is still buffered must meet a closed pipe here, where click ends quietly.
@@ -56,6 +58,13 @@ class Root(click.Group):
         except LowwaterError as error:
             print_error(ctx, error)
             ctx.exit(error.exit_code)
+        except click.UsageError as error:
+            if not ctx.meta[JSON_KEY]:
+                raise
+            called = error.ctx.command_path if error.ctx else ctx.command_path
+            wrong = InputError(error.format_message(), hint=f"`{called} --help` says how to call it")
+            print_error(ctx, wrong)
+            ctx.exit(wrong.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)

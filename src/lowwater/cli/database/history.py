@@ -9,7 +9,7 @@ import click
 
 from lowwater.cli.database.opened import log_directory
 from lowwater.cli.log.dump import Moment, print_entries
-from lowwater.cli.output import LocalPath, end_on_sigterm, json_option
+from lowwater.cli.output import LIMIT, LocalPath, end_on_sigterm, json_option
 from lowwater.engine.dump import Selection
 from lowwater.engine.moments import time_us_of
 
@@ -19,7 +19,7 @@ from lowwater.engine.moments import time_us_of
 @click.argument("bucket")
 @click.argument("key")
 @click.option("--at", type=Moment(), help="Up to this seq or time.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
+@click.option("--limit", type=LIMIT, metavar="N", help="End after so many entries.")
 @click.option(
     "--values",
     type=click.Choice(["none", "utf8", "hex", "base64"]),

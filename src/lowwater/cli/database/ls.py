@@ -11,7 +11,7 @@ import click
 
 from lowwater.cli.database.opened import opened
 from lowwater.cli.log.dump import Moment
-from lowwater.cli.output import LocalPath, json_option, size, standard_output, time, visible
+from lowwater.cli.output import LIMIT, LocalPath, json_option, size, standard_output, time, visible
 from lowwater.engine.reading import Reading
 from lowwater.engine.records import Head
 
@@ -22,7 +22,7 @@ from lowwater.engine.records import Head
 @click.argument("prefix", default="")
 @click.option("--delimiter", help="Show keys that have this after the prefix as one, up to it.")
 @click.option("--at", type=Moment(), help="As of this seq or time, where versions go back so far.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many.")
+@click.option("--limit", type=LIMIT, metavar="N", help="End after so many.")
 @json_option
 @click.pass_context
 def ls(

