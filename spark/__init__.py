@@ -9,10 +9,9 @@ of something that is public: once imported it would stand in its place.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lowwater.errors import InvalidConfig
+from lowwater.extras import require_extra
 
 if TYPE_CHECKING:
     from lowwater.spark.audit import verify
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from lowwater.spark.frames import changes, log_frame, state_as_of, versions
     from lowwater.spark.start import session
 
-# What the extra brings, and nothing else does.
-NEEDED = ("pyspark", "pyarrow", "numpy")
 # By name, the module that has it.
 _PUBLIC = {
     "build_checkpoint": "building",
@@ -60,8 +57,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for package in NEEDED:
-        if find_spec(package) is None:
-            wrong = f"lowwater.spark needs {package}, which is not installed"
-            raise InvalidConfig(wrong, hint="pip install 'lowwater[spark]'")
+    require_extra("lowwater.spark", "spark")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

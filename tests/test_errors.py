@@ -229,6 +229,23 @@ except lowwater.errors.InputError as error:
     assert done.stdout.strip() == wanted
 
 
+@pytest.mark.parametrize("package", ["pyarrow", "numpy"])
+def test_columns_say_what_to_install_where_their_packages_are_missing(package: str) -> None:
+    """Nothing else of the library needs them."""
+    script = f"""
+import sys
+sys.modules[{package!r}] = None
+import lowwater
+try:
+    lowwater.read_segment("current.log")
+except lowwater.errors.InputError as error:
+    print(error.message, error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    wanted = f"lowwater.read_segment needs {package}, which is not installed pip install 'lowwater[arrow]'"
+    assert done.stdout.strip() == wanted
+
+
 def test_it_says_its_version() -> None:
     """The first question of every report."""
     done = lowwater("--version")

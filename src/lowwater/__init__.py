@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lowwater import errors
 
 if TYPE_CHECKING:
+    from lowwater.engine.arrow import read_segment
     from lowwater.engine.chain import Create, checkpoint_entry
     from lowwater.engine.check import Finding
     from lowwater.engine.checkpoints import CheckpointRow, read_checkpoint
@@ -90,6 +91,7 @@ _PUBLIC = {
     "checkpoint_entry": ("engine.chain", "checkpoint_entry"),
     "open": ("recovery.opening", "open_directory"),
     "read_checkpoint": ("engine.checkpoints", "read_checkpoint"),
+    "read_segment": ("engine.arrow", "read_segment"),
     "restore": ("recovery.restore", "restore"),
 }
 # They were there when everything was loaded at once.
@@ -148,5 +150,6 @@ __all__ = [
     "errors",
     "open",
     "read_checkpoint",
+    "read_segment",
     "restore",
 ]

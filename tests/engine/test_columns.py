@@ -13,17 +13,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import lowwater
 from lowwater.chaos.workload import CLUSTER_ID, SALT
 from lowwater.engine import columns, footer, format
 from lowwater.engine.chain import create_entry
 from lowwater.engine.columns import COLUMNS, crc32_many, read_columns
+from lowwater.engine.compress import compress_segment
 from lowwater.engine.entries import Entry, Put
 from lowwater.engine.footer import footer_steps
 from lowwater.engine.format import Extras, Kind, ValueRef, encode_metadata, encode_payload
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.real import RealFiles
 from lowwater.engine.scan import scan_frames
-from lowwater.errors import Corrupt, InvalidEntry, LowwaterError, NewerVersion, NotFound
+from lowwater.errors import (
+    Corrupt,
+    DataError,
+    InputError,
+    InvalidEntry,
+    LowwaterError,
+    NewerVersion,
+    NotFound,
+    NotLowwater,
+)
 
 pa = pytest.importorskip("pyarrow")
 np = pytest.importorskip("numpy")
@@ -198,6 +210,43 @@ def test_only_the_columns_that_were_asked_for_are_made(tmp_path: Path) -> None:
     with pytest.raises(InvalidEntry):
         read_columns(files.open("log/current.log"), columns=["colour"])
     log.close()
+
+
+@pytest.mark.parametrize("stored", ["current", "sealed", "compressed"])
+def test_a_file_of_a_log_is_read_as_columns(tmp_path: Path, stored: str) -> None:
+    """By its path, whatever it is stored as."""
+    with lowwater.Log.open(tmp_path) as log:
+        for number in range(200):
+            log.append(Put("b", f"k{number:03}", bytes(number)))
+        rows = [as_row(entry) for entry in log.read()]
+        if stored != "current":
+            log.seal()
+    (path,) = tmp_path.glob("current.log" if stored == "current" else "segment-*")
+    if stored == "compressed":
+        with (tmp_path / "stored").open("wb") as file:
+            compress_segment(RealFiles().open(str(path)), file.write)
+        path = tmp_path / "stored"
+    read = [row for batch in lowwater.read_segment(path) for row in batch.to_pylist()]
+    assert read == rows
+    (batch,) = lowwater.read_segment(str(path), columns=["key", "seq"])
+    assert batch.schema.names == ["key", "seq"]
+
+
+def test_what_is_no_segment_is_told_by_the_call(tmp_path: Path) -> None:
+    """Before the first row is asked for."""
+    with lowwater.Log.open(tmp_path / "log") as log:
+        log.append(Put("b", "k", b"v"))
+    with pytest.raises(NotFound):
+        lowwater.read_segment(tmp_path / "gone")
+    with pytest.raises(NotLowwater):
+        lowwater.read_segment(tmp_path)
+    with pytest.raises(InputError):
+        lowwater.read_segment("s3://bucket/segment")
+    with pytest.raises(InvalidEntry):
+        lowwater.read_segment(tmp_path / "log" / "current.log", columns=["colour"])
+    (tmp_path / "text").write_text("no segment" * 100)
+    with pytest.raises(DataError):
+        lowwater.read_segment(tmp_path / "text")
 
 
 def test_a_segment_without_entries_has_no_columns() -> None:

@@ -14,18 +14,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lowwater.config import Config
 from lowwater.errors import InvalidConfig, LowwaterError
+from lowwater.extras import require_extra
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-NEEDED = ("pyspark", "pyarrow", "numpy")
 
 
 class Setting(click.ParamType[tuple[str, str]]):
@@ -58,13 +56,7 @@ def spark_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def opened_session(
     ctx: click.Context, master: str | None, settings: tuple[tuple[str, str], ...]
 ) -> Iterator[SparkSession]:
-    for name in NEEDED:
-        try:
-            import_module(name)
-        except ModuleNotFoundError as error:
-            raise InvalidConfig(
-                f"this command needs {name}, which is not installed", hint="pip install 'lowwater[spark]'"
-            ) from error
+    require_extra("this command", "spark")
     from pyspark.sql import SparkSession
 
     import lowwater.spark
