@@ -321,8 +321,8 @@ class FaultyStoreClient(MemoryStore):
             sent = Sent(self.hashing)
             for _ in sent.passing([b"other bytes" if fault.wrong_checksum else data]):
                 pass
-            md5 = max(sent.md5s, key=len) if self._server.has_checksums else ""
-            return Checksum(len(data), md5)
+            md5 = max(sent.md5s, key=len)
+            return Checksum(len(data), md5 if self._server.has_checksums else "", mark=md5)
 
         return self._server.perform(self, "stat", name, effect)
 

@@ -151,7 +151,7 @@ def export_parquet(
 def read_exported(spark: SparkSession, to: str, options: Mapping[str, str] | None = None) -> DataFrame:
     """The rows that count in a folder that every executor can read. Of another store, give
     `spark.read.parquet` the files that `exported_files` names, by what your Spark calls that store."""
-    place = parse_uri(to, options)
+    place = parse_uri(store_place(to, options).uri)
     if place.kind not in ("file", "shared_fs"):
         raise InvalidConfig(
             "Spark reads other stores by connectors of its own",

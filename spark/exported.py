@@ -165,7 +165,7 @@ class Target:
 
     def _write(self, name: str, document: Mapping[str, Any]) -> bool:
         data = json.dumps({"version": VERSION, **document}).encode()
-        return self._store.write(name, [data], size=len(data))
+        return bool(self._store.write(name, [data], size=len(data)))
 
 
 def note_done(store: Store, run: int, task: int, files: list[File]) -> None:

@@ -202,6 +202,9 @@ def store_place(uri: str, options: Mapping[str, str] | None) -> Place:
     """The same, with how the store is to be called there: by the settings of `[tier]` that are among the
     options, as `tier.timeout_ms`, and else by those in the environment of this process."""
     given = dict(options or {})
+    for name in given:
+        if not isinstance(name, str):
+            raise InvalidConfig(f"{name!r:.80} is no name of an option", hint="names of options are text")
     settings = {name: given.pop(name) for name in list(given) if name.startswith(SETTINGS_PREFIX)}
     place = shared_place(uri, given)
     return Place(place.uri, dict(place.options), settings=_settings(settings))

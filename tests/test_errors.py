@@ -161,6 +161,8 @@ def test_a_wrong_argument_is_an_input_error() -> None:
         ["log", "dump", "--json", "data", "--limit", "0"],
         ["tier", "verify", "data", "--json"],
         ["nosuch", "--json"],
+        ["--config", "/nonexistent", "ls", "data", "--json"],
+        ["--nosuch", "ls", "data", "--json"],
     ],
 )
 def test_a_wrong_call_is_json_under_json(arguments: list[str]) -> None:

@@ -21,10 +21,12 @@ _MD5 = re.compile(r'"?([0-9a-f]{32}(?:-[1-9][0-9]*)?)"?', re.ASCII | re.IGNORECA
 
 
 class Checksum(NamedTuple):
-    """What a store says of an object's bytes. `md5` is empty where it says nothing."""
+    """What a store says of an object's bytes. `md5` is empty where it says nothing. `mark` is another one
+    whenever the object was changed; empty where the store has none."""
 
     size: int
     md5: str = ""
+    mark: str = ""
 
 
 def md5_of_etag(etag: str | None) -> str:

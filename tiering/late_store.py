@@ -42,7 +42,7 @@ class LateStore:
     def hashing(self) -> Hashing | None:
         return self._opened().hashing
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool | None:
         return self._opened().write(name, parts, size=size)
 
     def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:

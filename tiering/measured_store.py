@@ -32,7 +32,7 @@ class MeasuredStore:
     def hashing(self) -> Hashing | None:
         return self._store.hashing
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool | None:
         return self._written(parts, lambda passing: self._store.write(name, passing, size=size))
 
     def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:

@@ -155,7 +155,7 @@ class OpenDalStore(Handle):
                 hint="let multiprocessing start it with 'spawn' or 'forkserver'",
             )
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool | None:
         self._check(name, writing=True)
         if (uploads := self._uploads) is not None:
             uploads.sweep_now_and_then()
@@ -171,11 +171,13 @@ class OpenDalStore(Handle):
         parts = counted(parts, size, at(self.uri, name))
         self._send(name, parts, streamed=size is None or size > self._limits.part_bytes, keeps=False)
 
-    def _send(self, name: str, parts: Iterable[Part], *, streamed: bool, keeps: bool) -> bool:
+    def _send(self, name: str, parts: Iterable[Part], *, streamed: bool, keeps: bool) -> bool | None:
         if streamed:
             return self._stream(name, parts, keeps=keeps)
-        data = b"".join(parts)
-        return self.retries.run(lambda: self._put(name, data, keeps=keeps))
+        return self._put_at_once(name, b"".join(parts), keeps=keeps)
+
+    def _put_at_once(self, name: str, data: bytes, *, keeps: bool) -> bool | None:
+        return self.retries.run_making(lambda: self._put(name, data, keeps=keeps))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         self._check(name)
@@ -245,11 +247,11 @@ class OpenDalStore(Handle):
             raise self._translated(error, name, writing=True) from None
         return True
 
-    def _stream(self, name: str, parts: Iterable[Part], *, keeps: bool) -> bool:
+    def _stream(self, name: str, parts: Iterable[Part], *, keeps: bool) -> bool | None:
         pieces = _pieces(parts, self._limits.part_bytes)
         begun = deque(islice(pieces, 2))
         if len(begun) < 2:
-            return self.retries.run(lambda: self._put(name, b"".join(begun), keeps=keeps))
+            return self._put_at_once(name, b"".join(begun), keeps=keeps)
 
         def all_of_them() -> Iterator[bytes]:
             while begun:
@@ -267,10 +269,10 @@ class OpenDalStore(Handle):
         except UploadGone:
             # It is gone as well where it was completed, and the answer did not come through.
             if self._is_there(name):
-                return False
+                return None
             raise
 
-    def _stream_through_opendal(self, name: str, pieces: Iterable[bytes], *, keeps: bool) -> bool:
+    def _stream_through_opendal(self, name: str, pieces: Iterable[bytes], *, keeps: bool) -> bool | None:
         limits = self._limits
         file = self._call(
             name,
@@ -289,7 +291,7 @@ class OpenDalStore(Handle):
             file.close()
         except ERRORS as error:
             if is_taken(error):
-                return False
+                return None  # it may have been called twice below
             raise self._translated(error, name, writing=True) from None
         return True
 
@@ -319,7 +321,8 @@ class OpenDalStore(Handle):
             md5 = md5_of_base64(found.content_md5)
         else:
             md5 = md5_of_etag(found.etag) if self._has_md5_etags else ""
-        return Checksum(found.content_length, md5)
+        mark = found.etag or found.content_md5 or str(found.last_modified or "")
+        return Checksum(found.content_length, md5, mark)
 
     def _is_there(self, name: str) -> bool:
         try:

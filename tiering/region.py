@@ -88,6 +88,8 @@ class Region:
         self.counted = False
         # What was uploaded in this life, or seen to be there, and is in no manifest yet. Uploads add to it.
         self._present: set[tuple[int, int]] = set()
+        self.losses = 0
+        """How often the archive was found to be another one: what was seen there before counts no more."""
         self._lock = threading.Lock()
 
     def connect(self, catalogue: Catalogue, cluster_id: bytes, epoch: int) -> None:
@@ -145,10 +147,22 @@ class Region:
         except NotFound as error:
             self._lose(max(1, newest), error.path or CLUSTER)
 
+    def require_reaches(self, seq: int) -> None:
+        """Raise StoreCorrupt where the archive was found to be another one than it was, and what it has lost
+        up to here is not all back."""
+        if self.archive is None or self.hwm < seq:
+            raise StoreCorrupt(
+                "what the archive has lost is not all back there",
+                path=self.store.uri,
+                seq=seq,
+                hint="nothing of it is removed here before; look at what else is told of the archive",
+            )
+
     def _lose(self, number: int, name: str, why: str = "") -> NoReturn:
         """`number` is of the first state that is not what it was."""
         with self._lock:
             self._present.clear()
+            self.losses += 1
         self.known.forget()
         self.archive, self.counted, self.published_seq, self.hwm = None, False, 0, 0
         self.newest, self._looked_number, self._lost_from = None, 0, number
@@ -187,10 +201,11 @@ class Region:
     def has(self, segment: SegmentDescriptor) -> bool:
         return (segment.epoch, segment.first) in self._present
 
-    def note(self, segment: SegmentDescriptor) -> None:
-        """That a segment is there."""
+    def note(self, segment: SegmentDescriptor, losses: int) -> None:
+        """That a segment was seen to be there, since `losses`."""
         with self._lock:
-            self._present.add((segment.epoch, segment.first))
+            if losses == self.losses:
+                self._present.add((segment.epoch, segment.first))
 
     def is_behind(self, catalogue: Catalogue, seq_durable: int) -> bool:
         seqs = catalogue.seqs_after(self.published_seq)

@@ -55,6 +55,18 @@ class Retries:
             self._sleep(self.delay_s(attempt))
             attempt += 1
 
+    def run_making(self, make: Callable[[], bool]) -> bool | None:
+        """Whether the call made what it says; None where it says that there is one, and it may have made that
+        itself before: the answer was lost."""
+        attempts = 0
+
+        def attempt() -> bool:
+            nonlocal attempts
+            attempts += 1
+            return make()
+
+        return self.run(attempt) or (False if attempts == 1 else None)
+
     def delay_s(self, attempt: int) -> float:
         """Between half and all of what doubles with each attempt."""
         limit = min(self._longest_s, self._first_s * float(2 ** (attempt - 1)))

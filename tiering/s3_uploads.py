@@ -60,15 +60,15 @@ class S3Uploads:
 
     # ------------------------------------------------------------------ one upload of ours
 
-    def write(self, name: str, parts: Iterable[bytes], *, keeps: bool) -> bool:
+    def write(self, name: str, parts: Iterable[bytes], *, keeps: bool) -> bool | None:
         """Make the object of these parts. With `keeps` the server is asked to keep one that is there; the
-        answer is False then. Raises UploadGone where somebody has removed the upload, and what reading the
-        parts raises."""
+        answer is False then, or None where that may be the one of this call. Raises UploadGone where somebody
+        has removed the upload, and what reading the parts raises."""
         upload = self._retries.run(lambda: self._begin(name))
         try:
             try:
                 etags = self._send(name, upload, parts)
-                is_made = self._retries.run(lambda: self._complete(name, upload, etags, keeps))
+                is_made = self._retries.run_making(lambda: self._complete(name, upload, etags, keeps))
             except NotTrusted as error:  # the parts are gone: nobody else can send them from here
                 raise self._client.unavailable(error, name) from None
         except StoreUnavailable:

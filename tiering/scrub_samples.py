@@ -125,8 +125,12 @@ class SampleScrub:
 
     def _look_at(self, sample: Sample) -> None:
         name, known = sample.name, sample.region.known
-        finding = self._look(sample).finding and self._look(sample).finding
+        finding = self._look(sample).finding
+        if finding is not None:
+            known.doubt(name)  # at once: nothing may be purged because of it meanwhile
+            finding = self._look(sample).finding
         if finding is None:
+            known.trust(name)
             if self._damaged.pop(name, None) is not None:
                 _logger.info("an object is whole again", object=at(sample.region.store.uri, name))
             return
@@ -134,7 +138,6 @@ class SampleScrub:
         _logger.error("an object of the archive is damaged", object=finding.where, error=finding.what)
         error = StoreCorrupt(finding.what, path=finding.where, seq=finding.seq, hint=finding.hint)
         self._damaged[name] = sample, error
-        known.doubt(name)
         if sample.fill():
             del self._damaged[name]
             _logger.info("the object was uploaded again", object=finding.where)

@@ -7,7 +7,7 @@ Always true:
   - names and bytes are functions of the log: whoever ships them too ships the same, and what is there is
     kept;
   - nothing is remembered: stopped anywhere, it begins again with a look at what is there;
-  - one whose files here are damaged is told of, once, and passed over: the log has everything.
+  - one whose files here cannot be read is told of, once, and passed over: the log has everything.
 
 Where the log has recorded one already, only what that one does not name is looked at.
 """
@@ -24,9 +24,10 @@ from lowwater.engine.catalogue import CheckpointDescriptor, checkpoint_shipped_e
 from lowwater.engine.checkpoints import StoredCheckpoint
 from lowwater.engine.ckpt import decode_checkpoint
 from lowwater.engine.core import Core
+from lowwater.engine.directory import typed_errors
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.seams import File
-from lowwater.errors import Corrupt, DataError, NotFound
+from lowwater.errors import Corrupt, DataError, DiskFailed, NotFound
 from lowwater.logging import get_logger
 from lowwater.tiering.names import checkpoint_name, pack_object_name
 from lowwater.tiering.store import Part, Store, at, read_small
@@ -94,8 +95,9 @@ class CheckpointShipper:
     def _reading(self, stored: StoredCheckpoint) -> Iterator[None]:
         """What is wrong with what is read stays so, and must not keep what comes later from the store."""
         try:
-            yield
-        except (DataError, NotFound) as error:
+            with typed_errors(stored.path, "read the checkpoint"):
+                yield
+        except (DataError, DiskFailed, NotFound) as error:
             error.hint = "the checkpoint is passed over: the next one is made without it. Look at the disk"
             self._core.pass_over_checkpoint(stored.seq)
             raise

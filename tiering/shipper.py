@@ -547,6 +547,7 @@ class Shipper:
                 # What is found to be lost is lost for who publishes, too: not while it does.
                 with self._stepping:
                     region.require_as_left()
+                    region.require_reaches(segments[-1].last)
                 for segment in segments:
                     if self._is_stopping:
                         raise Stopping

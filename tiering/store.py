@@ -14,10 +14,12 @@ Always true of every store:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from lowwater.errors import Closed, Corrupt, InvalidEntry, NotFound, StoreReadOnly, UploadGone
 from lowwater.tiering.checksums import Checksum, Hashing
+
+T = TypeVar("T")
 
 # What the bytes of an object may come in.
 Part = bytes | bytearray | memoryview
@@ -46,11 +48,11 @@ class Store(Protocol):
         """How it hashes what it has. None where nothing leaves this machine: what was written was synced."""
         ...
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool | None:
         """Make the object of these bytes, `size` in all; None where it is not known before, and the object
         may be too large for memory. True when this call made it, False when there was
-        one of that name, which is kept; a call that was repeated below may find its own and say False.
-        UploadGone says that all parts have to be sent again: `send` does that."""
+        one of that name, which is kept; None where that one may have been made by this call, which was
+        repeated below. UploadGone says that all parts have to be sent again: `send` does that."""
         ...
 
     def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
@@ -87,7 +89,7 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-def send(write: Callable[[], bool]) -> bool:
+def send(write: Callable[[], T]) -> T:
     """Write an object, and begin again where somebody removed its upload: a rule of the bucket, or another
     sender that took it for one of a killed process."""
     for _ in range(UPLOADS_MAX - 1):

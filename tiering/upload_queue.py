@@ -147,6 +147,7 @@ class UploadQueue:
 
     def _run(self, job: _Job) -> None:
         region, segment, path = self.regions[job.number], job.wanted.segment, job.wanted.local.path
+        losses = region.losses
         try:
             self.upload(region, segment, path)
         except Stopping:
@@ -160,7 +161,7 @@ class UploadQueue:
             self._failed(self._trouble_of(job), InternalError(f"an upload: {error!r}", path=path))
         else:
             region.uploads.succeeded()
-            region.note(segment)
+            region.note(segment, losses)
 
     def _trouble_of(self, job: _Job) -> Backoff:
         with self._lock:

@@ -7,8 +7,9 @@ Always true:
     is believed by the size: it was synced, and reading it back would read memory;
   - an object that was there before is compared in the same way, also in such a store;
   - an object is written over only where the bytes are not what its name says, and where the caller knows that
-    nothing rests on it: this process has made it a moment ago, or has just found it damaged. The bytes that
-    take its place are those of its name, so of two that do it at once neither takes a sound one away.
+    nothing rests on it: this process has made it a moment ago, or may have (the answer was lost), or has just
+    found it damaged. The bytes that take its place are those of its name, so of two that do it at once
+    neither takes a sound one away.
 
 What a number or one constant name stands for (states, `cluster.cbor`) may be another's by now: where such an
 object is whole, the answer is that this call has not made it.
@@ -19,15 +20,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import NamedTuple, TypeVar
 
 from lowwater.errors import DataError, LowwaterError, NewerVersion, NotFound, StoreCorrupt, StoreUnavailable
 from lowwater.logging import get_logger
-from lowwater.tiering.checksums import Hashing, Sent
+from lowwater.tiering.checksums import Checksum, Hashing, Sent
 from lowwater.tiering.names import parse
 from lowwater.tiering.store import Part, Store, at, send
 from lowwater.tiering.verify import ObjectFile, verify_object
 
 _logger = get_logger("shipping")
+
+T = TypeVar("T")
 
 # How often an object that is not what was sent is sent again at once.
 AGAIN_MAX = 2
@@ -56,26 +60,34 @@ class KnownObjects:
     def __init__(self) -> None:
         self.unsound: set[str] = set()
         """Those that were doubted, and not seen to be sound since."""
-        self._sound: dict[str, None] = {}
+        # With the mark that the store had for it then.
+        self._sound: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def doubt(self, name: str) -> None:
         """That an object may not be what its name says, and may be written over then: this process has made
-        it a moment ago, or has read it and found it damaged."""
+        it a moment ago, or may have, or has read it and found it damaged."""
         with self._lock:
             self._sound.pop(name, None)
             self.unsound.add(name)
 
-    def note(self, name: str) -> None:
-        """That an object was seen to be what its name says."""
+    def trust(self, name: str) -> None:
+        """That an object which was doubted was seen to be what its name says."""
+        self.unsound.discard(name)
+
+    def note(self, name: str, said: Checksum) -> None:
+        """That an object was seen to be what its name says, when the store said this of it."""
         with self._lock:
             self.unsound.discard(name)
-            self._sound[name] = None
+            self._sound.pop(name, None)
+            if said.mark:
+                self._sound[name] = said.mark
             if len(self._sound) > KNOWN_MAX:
                 del self._sound[next(iter(self._sound))]
 
-    def is_sound(self, name: str) -> bool:
-        return name in self._sound
+    def is_sound(self, name: str, said: Checksum) -> bool:
+        """Whether it was seen to be, and is the same one as then. A store without marks is never believed."""
+        return bool(said.mark) and self._sound.get(name) == said.mark
 
     def forget(self) -> None:
         """Believe nothing any more that was seen."""
@@ -112,34 +124,41 @@ def write_measured(
     """`write_verified` of what says its size, where that is known, with its parts. The size of the object
     that this call has made; None where it has not."""
     known = KnownObjects() if known is None else known
+    is_ours = parse(name) is not None  # what has no name of an archive's may be anything
     sent = Sent(None)
 
-    def write(call: Callable[[Iterator[Part], int | None], bool | None]) -> bool:
-        def once() -> bool:
+    def write(call: Callable[[Iterator[Part], int | None], T]) -> T:
+        def once() -> T:
             nonlocal sent
             sent = Sent(store.hashing)
             each, size = parts()
-            return call(_told(sent.passing(each), passing), size) is not False
+            return call(_told(sent.passing(each), passing), size)
 
         return send(once)
 
-    made = write(lambda each, size: store.write(name, each, size=size))
-    if made:
+    try:
+        made = write(lambda each, size: store.write(name, each, size=size))
+    except StoreUnavailable:
+        if is_ours:
+            known.doubt(name)  # it may be there all the same
+        raise
+    if is_ours and made is not False:
         known.doubt(name)
-    elif parse(name) is None:
-        return None  # what has no name of an archive's may be anything
-    else:
+    if not made:
+        if not is_ours:
+            return None
         sent = _looked_at(Sent(store.hashing or AT_ONCE), parts()[0], passing)
     for again in range(AGAIN_MAX + 1):
-        is_same, wrong = _compare(store, name, sent, passing, is_new=made)
-        if not wrong:
-            known.note(name)
+        said, is_same, wrong = _compare(store, name, sent, passing, is_new=bool(made))
+        if said is not None and not wrong:
+            known.note(name, said)
             return sent.size if made and is_same else None
-        if name not in known.unsound or parse(name) is None or again == AGAIN_MAX:
+        if name not in known.unsound or again == AGAIN_MAX:
             break
         _logger.error("an upload is not what was sent", object=at(store.uri, name), error=wrong)
-        made = write(lambda each, size: store.replace(name, each, size=size))
-    hint = HINT_OURS if name in known.unsound else HINT_TAKEN
+        write(lambda each, size: store.replace(name, each, size=size))
+        made = True
+    hint = HINT_OURS if made else HINT_TAKEN
     raise StoreCorrupt(wrong, path=at(store.uri, name), hint=hint)
 
 
@@ -152,27 +171,29 @@ def has_sound(
     passing: Passing = lambda _: None,
 ) -> bool:
     """Whether there is an object of that name, which is then what it says: False also for one that may be
-    written over. Raises StoreCorrupt for another one. It is compared once. `parts` are those that it is most
-    likely made of: with the store's checksum they may spare reading it."""
-    if name in known.unsound:
-        return False
+    written over. Raises StoreCorrupt for another one. What was seen to be sound is believed for as long as
+    the store has the same mark for it. `parts` are those that it is most likely made of: with the store's
+    checksum they may spare reading it."""
     try:
         said = store.checksum(name)
     except NotFound:
         return False
-    if known.is_sound(name):
+    if known.is_sound(name, said):
         return True
     if said.md5 and parts is not None:
         with suppress(LowwaterError):  # what is here cannot be read: that is told where it is wanted
             if said.md5 in _looked_at(Sent(store.hashing or AT_ONCE), parts(), passing).md5s:
-                known.note(name)
+                known.note(name, said)
                 return True
-    if wrong := _why_unsound(store, name, said.size, passing):
-        raise StoreCorrupt(
-            f"the object is not what its name says: {wrong}", path=at(store.uri, name), hint=HINT_TAKEN
-        )
-    known.note(name)
-    return True
+    wrong = _why_unsound(store, name, said.size, passing)
+    if not wrong:
+        known.note(name, said)
+        return True
+    if name in known.unsound:
+        return False
+    raise StoreCorrupt(
+        f"the object is not what its name says: {wrong}", path=at(store.uri, name), hint=HINT_TAKEN
+    )
 
 
 def pass_through(
@@ -206,31 +227,40 @@ def same_bytes(store: Store, name: str, other: str) -> bool:
     )
 
 
-def _compare(store: Store, name: str, sent: Sent, passing: Passing, *, is_new: bool) -> tuple[bool, str]:
-    """Whether the object has the bytes that were sent, and what is wrong with it; nothing for what is whole,
-    and of somebody else."""
+class _Compared(NamedTuple):
+    """What the store said of an object, whether that has the bytes that were sent, and what is wrong with it;
+    nothing for what is whole, and of somebody else."""
+
+    said: Checksum | None
+    is_same: bool = False
+    wrong: str = ""
+
+
+def _compare(store: Store, name: str, sent: Sent, passing: Passing, *, is_new: bool) -> _Compared:
     try:
         said = store.checksum(name)
     except NotFound:
-        return False, "the store said that it has the object, and has it not"
+        return _Compared(None, wrong="the store said that it has the object, and has it not")
     if said.size == sent.size:
         hashing = store.hashing
         if is_new and hashing is None:
-            return True, ""
+            return _Compared(said, is_same=True)
         is_right = said.md5 in sent.md5s
         if hashing is not None:
             hashing.learn(said.size, said.md5, is_right=is_right)
         if is_right:
-            return True, ""
+            return _Compared(said, is_same=True)
         ranges = _ranges(store, name, said.size)
         if _looked_at(sent.anew(), ranges, passing).md5s == sent.md5s:
-            return True, ""
+            return _Compared(said, is_same=True)
     unsound = _why_unsound(store, name, said.size, passing)
     if not unsound:
-        return False, ""
+        return _Compared(said)
     if said.size != sent.size:
-        return False, f"the store took {sent.size:,} bytes, and has an object of {said.size:,}"
-    return False, f"the store has other bytes than it was given: {unsound}"
+        wrong = f"the store took {sent.size:,} bytes, and has an object of {said.size:,}"
+    else:
+        wrong = f"the store has other bytes than it was given: {unsound}"
+    return _Compared(said, wrong=wrong)
 
 
 def _why_unsound(store: Store, name: str, size: int, passing: Passing) -> str:

@@ -72,7 +72,7 @@ class WholeReads:
     def hashing(self) -> Hashing | None:
         return self._store.hashing
 
-    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool:
+    def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool | None:
         return self._store.write(name, parts, size=size)
 
     def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:

@@ -13,7 +13,8 @@ from pyspark.sql.types import LongType, StructField, StructType
 from tests.tiering.proxy import Answer, Proxy, proxied
 
 import lowwater
-from lowwater.errors import InvalidConfig, StoreUnavailable
+from lowwater.errors import InvalidConfig, NotFound, StoreUnavailable
+from lowwater.spark.export import read_exported
 from lowwater.spark.plan import Part, open_place, parts, pin
 from lowwater.spark.source import LowwaterSource
 from lowwater.tiering.testing.s3_server import S3Server
@@ -103,3 +104,7 @@ def test_a_setting_that_there_is_not_is_an_error(tmp_path: Path) -> None:
     assert "tier.timeout_ms" in caught.value.hint
     with pytest.raises(InvalidConfig, match="timeout_ms"):
         pin(str(tmp_path), {"tier.timeout_ms": "soon"})
+    with pytest.raises(InvalidConfig, match="no name of an option"):
+        pin(str(tmp_path), {1: "x"})  # type: ignore[dict-item]
+    with pytest.raises(NotFound, match="nothing was exported"):
+        read_exported(None, f"file://{tmp_path}", {"tier.timeout_ms": "7000"})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from tests.tiering.proxy import Answer, Proxy, Request, proxied
+from tests.tiering.proxy import Answer, Proxy, Request, keep_conditions, proxied
 from tests.tiering.servers import MotoServer, Served
 from tests.tiering.whole_cycle import BUCKET, Life
 
@@ -113,6 +113,69 @@ def test_large_objects_are_sent_again_in_parts(proxy: Proxy, tmp_path: Path) -> 
     assert flips.count == 2
     assert life.errors_in(life.uri) == []
     assert life.restore("second", clone=True, full=True).root == root
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_was_changed_and_never_answered_is_sent_again(
+    is_large: bool, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """The call that is made again below finds an object: its own."""
+    with proxied(s3_server) as proxy:
+        life = Life(tmp_path, proxy)
+        life.config = {**life.config, "wal": {"rotate_max_bytes": "32 MiB", "entry_bytes_max": "16 MiB"}}
+        keep = keep_conditions(s3_server)
+        changed: list[str] = []
+        unanswered: list[str] = []
+
+        def rule(request: Request) -> Answer | None:
+            if "/first/wal/" in unquote(request.path):
+                if request.method == "PUT" and request.size and not changed:
+                    changed.append(request.path)
+                    unanswered.extend(() if is_large else changed)
+                    return Answer(
+                        forward=not is_large, flip_sent=request.size * 4, raw=None if is_large else b""
+                    )
+                if is_large and request.method == "POST" and "uploadId" in request.query and not unanswered:
+                    unanswered.append(request.path)
+                    return Answer(forward=True, raw=b"")
+            return keep(request)
+
+        proxy.rule = rule
+        with life.open("first") as db:
+            db.create_bucket(BUCKET)
+            life.write(db, **({"large_bytes": 12_000_000} if is_large else {}))
+            db.ship(timeout=120)
+            assert db.shipping().alarm is None
+            root = db.root()
+        assert changed
+        assert unanswered
+        assert life.errors_in(life.uri) == []
+        assert life.restore("second", clone=True, full=True).root == root
+
+
+def test_a_segment_that_is_flipped_under_an_open_database_is_not_purged(proxy: Proxy, tmp_path: Path) -> None:
+    """It was seen to be right a moment ago; the store has another ETag for it since."""
+    life = Life(tmp_path, proxy)
+    with life.open("first") as db:
+        db.create_bucket(BUCKET)
+        life.write(db, keys=1000)
+        db.ship()
+        life.write(db)
+        db.ship()
+        db.flush()
+        store: Store = open_store(life.uri)
+        name = min(each.name for each in store.list("wal/"))
+        right = store.read(name)
+        wrong = bytearray(right)
+        wrong[len(wrong) // 2] ^= 1
+        store.replace(name, [wrong], size=len(wrong))
+        with pytest.raises(StoreCorrupt):
+            db.purge(db.purgeable_seq())
+        assert db.marks().purged == 0
+        store.replace(name, [right], size=len(right))
+        assert db.purge(db.purgeable_seq()) > 0
+        life.require_all(db)
+        store.close()
 
 
 def test_nothing_is_purged_for_an_object_with_other_bytes(proxy: Proxy, tmp_path: Path) -> None:

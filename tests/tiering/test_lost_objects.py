@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from tests.tiering.shipping import archived, objects_of, shared, tier_options
 from tests.tiering.test_shipper import fill, new_machine
 
-from lowwater.errors import DataError, StoreUnavailable
+from lowwater.chaos.store import Fault
+from lowwater.engine.failpoints import registry
+from lowwater.errors import DataError, LowwaterError, StoreUnavailable
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.names import CHECKPOINTS, CLUSTER, WAL, checkpoint_name
 from lowwater.tiering.objects import encode_cluster
@@ -153,6 +156,55 @@ def test_a_roll_back_is_seen_though_something_was_published_since() -> None:
     assert machine.db.shipping().alarm is None
     catalogue, _ = archived(machine.server)
     assert catalogue.hwm == machine.db.counted_hwm
+    machine.db.close()
+
+
+def test_nothing_is_purged_before_what_was_lost_is_back() -> None:
+    """However often it is asked for: segments alone are no archive."""
+    machine = new_machine()
+    fill(machine, 0, 300)
+    machine.db.ship()
+    machine.db.flush()
+    for name in [*machine.server.objects.data]:
+        if not name.startswith(WAL):
+            machine.server.objects.remove(name)
+    machine.server.fault = lambda each: Fault(error="denied") if each.kind == "write" else None
+    for _ in range(3):
+        with pytest.raises(DataError):
+            machine.db.purge(machine.db.purgeable_seq())
+        assert machine.db.shipping().alarm is not None
+        machine.later(20)
+    assert machine.db.marks().purged == 0
+    machine.server.fault = None
+    machine.later(400)
+    assert machine.db.purge(machine.db.purgeable_seq()) > 0
+    assert machine.db.shipping().alarm is None
+    archived(machine.server)
+    machine.db.close()
+
+
+def test_what_was_uploaded_before_a_loss_does_not_count_after_it() -> None:
+    """The loss is noticed between what an upload saw and what it says."""
+    machine = new_machine()
+    fill(machine, 0, 200)
+    machine.db.ship()
+    machine.db.flush()
+    lost: list[str] = []
+
+    def lose() -> None:
+        if not lost:
+            lost.extend(machine.server.objects.data)
+            wipe(machine.server.objects, {})
+            with pytest.raises(DataError):
+                machine.db.purge(machine.db.purgeable_seq())
+
+    fill(machine, 200, 60)
+    with registry["ship.after_upload"].armed(lose), suppress(LowwaterError):
+        machine.db.ship()
+    assert lost
+    while machine.db.shipping().regions[0].hwm < machine.db.marks().hwm:
+        machine.later(1)
+    archived(machine.server)
     machine.db.close()
 
 

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,14 @@ from tests.tiering.lines import Line
 from lowwater.engine.catalogue import checkpoint_shipped_entry, segment_shipped_entry
 from lowwater.engine.ckpt import decode_checkpoint, pack_name
 from lowwater.engine.real import RealClock
-from lowwater.errors import Corrupt, DataError, NotFound, StoreCorrupt, StoreUnavailable
+from lowwater.errors import (
+    Corrupt,
+    DiskFailed,
+    LowwaterError,
+    NotFound,
+    StoreCorrupt,
+    StoreUnavailable,
+)
 from lowwater.tiering import names
 from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.fetcher import Fetcher
@@ -258,7 +266,27 @@ def flip_index(shipping: Shipping) -> None:
     shipping.line.machine.files.flip_byte(shipping.db.checkpoints()[0].path, 50, 1)
 
 
-@pytest.mark.parametrize("damage", [flip_pack, remove_pack, flip_index])
+def refuse_pack(shipping: Shipping) -> None:
+    """The disk cannot read it any more."""
+    stored = shipping.db.checkpoints()[0]
+    [pack, *_] = stored.index.packs
+    refused = f"{stored.packs_directory}/{pack_name(pack)}"
+    files = shipping.line.machine.files
+    opened = files.open
+
+    def read_at(*_: Any) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def open_file(path: str, **options: Any) -> Any:
+        file = opened(path, **options)
+        if path == refused:
+            file.read_at = read_at
+        return file
+
+    files.open = open_file
+
+
+@pytest.mark.parametrize("damage", [flip_pack, remove_pack, refuse_pack, flip_index])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_was_damaged_here_does_not_get_there_and_keeps_nothing_from_it(
     shipping: Shipping, damage: Callable[[Shipping], None], count: int
@@ -269,12 +297,12 @@ def test_what_was_damaged_here_does_not_get_there_and_keeps_nothing_from_it(
         shipping.checkpoint()
     shipping.ship_log()
     damage(shipping)
-    refused: list[DataError | NotFound] = []
+    refused: list[LowwaterError] = []
     while len(refused) <= count:
         try:
             shipping.ship()
             break
-        except (Corrupt, NotFound) as error:
+        except (Corrupt, DiskFailed, NotFound) as error:
             refused.append(error)
     assert 1 <= len(refused) <= count
     assert all("passed over" in str(error.hint) for error in refused)

@@ -62,6 +62,29 @@ def test_an_upload_that_was_changed_on_its_way_is_sent_again(names: str, has_che
     machine.db.close()
 
 
+@pytest.mark.parametrize("names", ["wal/", "manifest/", "checkpoints/", "data/packs/"])
+def test_an_upload_that_was_changed_on_its_way_and_never_answered_is_sent_again(names: str) -> None:
+    """Nobody but this process has sent it, though it does not know that it has."""
+    left = [1]
+
+    def fault(operation: Operation) -> Fault | None:
+        if operation.kind != "write" or not operation.name.startswith(names) or not left[0]:
+            return None
+        left[0] -= 1
+        return Fault(error="timed_out", after=True, flip_kept=operation.size * 4)
+
+    machine = new_machine(servers=[FaultyStore(fault=fault)])
+    written = fill(machine, 0, 300)
+    machine.db.checkpoint()
+    machine.later(60)
+    assert left == [0]
+    assert machine.db.shipping().alarm is None
+    assert machine.db.counted_hwm == machine.db.ship()
+    assert errors_in(machine.server) == []
+    assert values_in(archived(machine.server)[1]) == written
+    machine.db.close()
+
+
 @pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.parametrize("names", EVERYTHING[1:])
 def test_nothing_is_purged_while_uploads_are_changed_on_their_way(names: str, has_checksums: bool) -> None:
@@ -126,19 +149,23 @@ def test_an_object_that_was_there_with_other_bytes_does_not_count(names: str) ->
         machine.db.close()
 
 
+@pytest.mark.parametrize("is_other_life", [True, False])
 @pytest.mark.parametrize("has_checksums", [True, False])
-def test_a_segment_that_is_flipped_after_it_was_shipped_is_not_purged(has_checksums: bool) -> None:
-    """Its two ends are as they should be. What another life has shipped is read, or compared, before it goes
-    here."""
+def test_a_segment_that_is_flipped_after_it_was_shipped_is_not_purged(
+    has_checksums: bool, is_other_life: bool
+) -> None:
+    """Its two ends are as they should be. What another life has shipped, or the store has another mark for
+    since, is read or compared before it goes here."""
     machine = new_machine(servers=[FaultyStore(has_checksums=has_checksums)])
     fill(machine, 0, 300)
     machine.db.ship()
     machine.db.flush()
     name = [each for each in objects_of(machine.server) if each.startswith(WAL)][1]
     machine.server.flip_byte(name, len(machine.server.objects.data[name]) // 2, 1)
-    machine.db.close()
-    machine.open()
-    machine.later(5)
+    if is_other_life:
+        machine.db.close()
+        machine.open()
+        machine.later(5)
     with pytest.raises(DataError, match="not what its name says"):
         machine.db.purge(machine.db.purgeable_seq())
     assert machine.db.marks().purged == 0
@@ -258,7 +285,14 @@ def test_an_object_is_compared_once() -> None:
     assert has_sound(store, name, None, known=known)
     assert len(read) == 1
     known.doubt(name)
+    assert has_sound(store, name, None, known=known)
+    assert len(read) == 2
+    known.doubt(name)
+    server.flip_byte(name, 5, 1)
     assert not has_sound(store, name, None, known=known)
+    known.trust(name)
+    with pytest.raises(StoreCorrupt):
+        has_sound(store, name, None, known=known)
 
 
 def shipped() -> FaultyStore:

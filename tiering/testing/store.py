@@ -35,7 +35,7 @@ NO_NAMES = [
 
 
 def put(store: Store, name: str, data: bytes) -> bool:
-    return store.write(name, [data], size=len(data))
+    return bool(store.write(name, [data], size=len(data)))
 
 
 def names(found: Iterator[Found]) -> list[str]:

@@ -6,6 +6,8 @@ Always true: an error that Lowwater expects ends as a line, a hint and its exit 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -48,27 +50,37 @@ class Root(click.Group):
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         return command
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Whether a call is wrong is found out before its options are read.
-        ctx.meta[JSON_KEY] = "--json" in ctx.args
-        try:
+        ctx.meta[JSON_KEY] = "--json" in (args[: args.index("--")] if "--" in args else args)
+        with _errors_as_told(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _errors_as_told(ctx):
             result = super().invoke(ctx)
             # What is still buffered must meet a closed pipe here, where click ends quietly.
             sys.stdout.flush()
-        except LowwaterError as error:
-            print_error(ctx, error)
-            ctx.exit(error.exit_code)
-        except click.UsageError as error:
-            if not ctx.meta[JSON_KEY]:
-                raise
-            called = error.ctx.command_path if error.ctx else ctx.command_path
-            wrong = InputError(error.format_message(), hint=f"`{called} --help` says how to call it")
-            print_error(ctx, wrong)
-            ctx.exit(wrong.exit_code)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            ctx.exit(INTERRUPTED)
-        return result
+            return result
+
+
+@contextmanager
+def _errors_as_told(ctx: click.Context) -> Iterator[None]:
+    try:
+        yield
+    except LowwaterError as error:
+        print_error(ctx, error)
+        ctx.exit(error.exit_code)
+    except click.UsageError as error:
+        if not ctx.meta[JSON_KEY]:
+            raise
+        called = error.ctx.command_path if error.ctx else ctx.command_path
+        wrong = InputError(error.format_message(), hint=f"`{called} --help` says how to call it")
+        print_error(ctx, wrong)
+        ctx.exit(wrong.exit_code)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        ctx.exit(INTERRUPTED)
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
