@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,8 @@ READ_BYTES = 2**23
 READ_BYTES_OF_FOLDER = 2**20
 # Positions are looked at in stretches of so many frames: 1 MiB of them.
 STRETCH_FRAMES = 2**18
+# So many of a segment's positions are held at once; of more, a stretch is.
+POSITIONS_BYTES_MAX = 2**24
 # Of a piece that is not longer than this all is read: a search for its first frame costs as much.
 SEARCH_BYTES_MIN = 2**22
 
@@ -121,8 +123,6 @@ class _PieceReader:
             first, stop = self._range()
             if first >= stop or not self._may_have():
                 return
-            # Also what no row here needs: who looks a key up later relies on it.
-            self._segment.verify_footer()
             found = self._of_key(first, stop)
             batches = self._scan(first, stop) if found is None else found
             while (batch := next(batches, None)) is not None:
@@ -185,16 +185,18 @@ class _PieceReader:
     # ------------------------------------------------------------------ all frames
 
     def _scan(self, first: int, stop: int) -> Iterator[Batch]:
-        """The frames from `first` to below `stop`."""
+        """The frames from `first` to below `stop`. All of the footer is compared, also what no row here
+        needs: who looks a key up later relies on it."""
         descriptor = self._piece.segment
+        positions = self._positions()
         body = _Body(self._segment, READ_BYTES_OF_FOLDER if self._in_folder else READ_BYTES)
         seq_before, time_before = descriptor.first - 1, descriptor.time_min_us
-        limit = self._position(stop)
+        limit = int(self._bounds(positions, stop - 1, stop)[-1])
         # Where the frames begin from `first` on, and where the last of them ends.
         bounds = _NO_BOUNDS
         while first < stop:
             if len(bounds) < 2:
-                bounds = self._bounds(first, min(first + STRETCH_FRAMES, stop))
+                bounds = self._bounds(positions, first, min(first + STRETCH_FRAMES, stop))
             start = int(bounds[0])
             count = max(int(np.searchsorted(bounds, start + BATCH_BYTES, side="right")) - 1, 1)
             end = int(bounds[count])
@@ -212,22 +214,30 @@ class _PieceReader:
             yield self._selected(frames, base)
             first, bounds = first + count, bounds[count:]
 
-    def _bounds(self, first: int, last: int) -> Int64:
+    def _positions(self) -> Callable[[int, int], npt.NDArray[np.uint32]]:
+        """What gives the positions of the frames from the one to below the other."""
+        segment = self._segment
+        if 4 * self._piece.segment.frame_count <= POSITIONS_BYTES_MAX:
+            held = np.frombuffer(segment.all_positions(), np.uint32)
+            return lambda first, last: held[first:last]
+        segment.verify_footer()
+        return lambda first, last: np.frombuffer(segment.positions(first, last), np.uint32)
+
+    def _bounds(
+        self, positions: Callable[[int, int], npt.NDArray[np.uint32]], first: int, last: int
+    ) -> Int64:
         """Where the frames from `first` to below `last` begin, and the last one ends."""
-        positions = np.frombuffer(self._segment.positions(first, last), np.uint32)
-        bounds = np.append(positions, self._position(last)).astype(np.int64)
-        if bool((bounds[1:] <= bounds[:-1]).any()):
+        descriptor = self._piece.segment
+        bounds: Int64 = positions(first, min(last + 1, descriptor.frame_count)).astype(np.int64)
+        if last == descriptor.frame_count:
+            bounds = np.append(bounds, descriptor.body_bytes)
+        is_within = bounds[0] >= format.HEADER_BYTES and bounds[-1] <= descriptor.body_bytes
+        if not is_within or bool((bounds[1:] <= bounds[:-1]).any()):
             raise Corrupt(
                 "the positions in the footer are not those of frames that follow one another",
-                offset=self._piece.segment.body_bytes,
+                offset=descriptor.body_bytes,
             )
         return bounds
-
-    def _position(self, frame: int) -> int:
-        """Where a frame begins, or the body ends."""
-        if frame == self._piece.segment.frame_count:
-            return self._piece.segment.body_bytes
-        return self._segment.positions(frame, frame + 1)[0]
 
     def _check_order(self, frames: Frames, seq_before: int, time_before: int) -> None:
         seqs, times = frames.fixed["seq"], frames.fixed["time_us"]

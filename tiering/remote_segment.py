@@ -251,23 +251,46 @@ class RemoteSegment:
         return start, min(start + PIECE_BYTES, self.descriptor.size - format.TRAILER_BYTES)
 
     def _verify_footer(self, opened: _Opened) -> list[bytes]:
-        """Compare the footer with its hash: the hashes of its pieces. It passes in large parts: a piece
-        begins and ends inside of blocks, which would each be decompressed for two of them."""
-        start, end = self.descriptor.body_bytes, self.descriptor.size - format.TRAILER_BYTES
-        hasher = blake3()
+        """Compare the footer with its hash: the hashes of its pieces."""
         hashes, pieces = [], []
-        for at in range(start, end, FETCH_BYTES):
-            self._load(opened, at, at + FETCH_BYTES)
-            data = opened.form.read(at, min(at + FETCH_BYTES, end))
-            hasher.update(data)
+        for data in self._footer_parts(opened):
             pieces = [data[place : place + PIECE_BYTES] for place in range(0, len(data), PIECE_BYTES)]
             hashes += [blake3(piece).digest() for piece in pieces]
-        if hasher.digest() != opened.trailer.footer_hash:
-            raise Corrupt("the footer's hash does not match", offset=start)
         if len(hashes) <= 4:
             for number, piece in enumerate(pieces):
                 self._fetcher.pieces.put((self.name, number), piece)
         return hashes
+
+    def _footer_parts(self, opened: _Opened) -> Iterator[bytes]:
+        """All of the footer, in large parts: a piece begins and ends inside of blocks, which would each be
+        decompressed for two of them. After the last one Corrupt is raised where its hash does not match."""
+        start, end = self.descriptor.body_bytes, self.descriptor.size - format.TRAILER_BYTES
+        hasher = blake3()
+        for at in range(start, end, FETCH_BYTES):
+            self._load(opened, at, at + FETCH_BYTES)
+            data = opened.form.read(at, min(at + FETCH_BYTES, end))
+            hasher.update(data)
+            yield data
+        if hasher.digest() != opened.trailer.footer_hash:
+            raise Corrupt("the footer's hash does not match", offset=start)
+
+    def all_positions(self) -> bytes:
+        """Where all frames begin, as numbers of four bytes, from one pass over the footer, all of which is
+        compared with its hash. Nothing else of it is held."""
+        opened = self._open()
+        first = opened.trailer.section_offsets().positions
+        size = 4 * self.descriptor.frame_count
+
+        def read() -> bytes:
+            if self._trusting:
+                return opened.form.read(first, first + size, passing=True)
+            found, at = [], self.descriptor.body_bytes
+            for data in self._footer_parts(opened):
+                found.append(data[max(0, first - at) : max(0, first + size - at)])
+                at += len(data)
+            return b"".join(found)
+
+        return self._twice(read)
 
     def _numbers(self, at: int, first: int, last: int) -> array[int]:
         """Numbers of four bytes of a section that begins at `at`."""
