@@ -725,10 +725,14 @@ class State:
             return None
         return self._overlaid(key, records, page, bucket, name, seq, reader)
 
-    def newest_version(self, key: bytes, *, seq: int = format.SEQ_MAX, viewer: int = 0) -> PageVersion | None:
+    def newest_version(
+        self, key: bytes, *, seq: int = format.SEQ_MAX, viewer: int = 0, keeps: bool = False
+    ) -> PageVersion | None:
         """The newest version not above `seq`, or of the viewer's own, as pages hold it, deletions included:
-        the seq of its frame, its own, time, flags, metadata, value or place."""
+        the seq of its frame, its own, time, flags, metadata, value or place. `keeps` its page in memory."""
         with self.lock:
+            if keeps:
+                self._page_of(self.map.find(key), key)
             records, page, row, view = self._versions(key)
         for each in seen(records, page, row, view or {}, viewer=viewer):
             if each.is_own or each.seq <= seq:
