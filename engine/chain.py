@@ -34,6 +34,8 @@ class LogSettings(NamedTuple):
     segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
     block_bytes: int = format.BLOCK_BYTES_DEFAULT
     compression: int = Compression.ZSTD
+    # Whether changes say what their keys had before: of databases and engines, whose state tells.
+    before_images: int = 0
     page_keys: int | None = 64
     inline_bytes_max: int | None = 256
 
@@ -50,6 +52,7 @@ _SETTING_RANGES = {
     "segment_bytes": (format.SEGMENT_BYTES_MIN, format.SEGMENT_BYTES_MAX),
     "block_bytes": (format.BLOCK_BYTES_MIN, format.BLOCK_BYTES_MAX),
     "compression": (0, len(Compression) - 1),
+    "before_images": (0, 1),
     "page_keys": (2, 65536),
     "inline_bytes_max": (0, 65536),
 }
@@ -161,6 +164,7 @@ class Chain(NamedTuple):
             block_bytes=self.settings.block_bytes,
             compression=self.settings.compression,
             time_before_us=self.time_us,
+            before_images=self.settings.before_images,
         )
 
 
@@ -176,6 +180,7 @@ def before_segment(header: SegmentHeader) -> Chain:
             segment_bytes=header.segment_bytes,
             block_bytes=header.block_bytes,
             compression=header.compression,
+            before_images=header.before_images,
             page_keys=None,
             inline_bytes_max=None,
         ),
@@ -184,10 +189,11 @@ def before_segment(header: SegmentHeader) -> Chain:
 
 def _same_cut(chain: Chain, header: SegmentHeader) -> bool:
     settings = chain.settings
-    return (header.segment_bytes, header.block_bytes, header.compression) == (
+    return (header.segment_bytes, header.block_bytes, header.compression, header.before_images) == (
         settings.segment_bytes,
         settings.block_bytes,
         settings.compression,
+        settings.before_images,
     )
 
 

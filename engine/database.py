@@ -20,6 +20,7 @@ from typing import Any
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
 from lowwater.engine.away import BlockSource
+from lowwater.engine.before_images import find_images, with_images
 from lowwater.engine.catalogue import Fork, fork_entry
 from lowwater.engine.chain import Chain, seal_entry
 from lowwater.engine.checkpoints import Checkpoints
@@ -202,12 +203,26 @@ class Database(Reading):
                 self._require_writable()
                 if decide is not None:
                     decide()
+                if self._wal.chain.settings.before_images:
+                    return self._commit(self._with_images(encode), (), timeout_s)
                 return self._commit(encode, keys, timeout_s, puts)
 
-        # Without a condition nothing is read.
-        ticket = order() if decide is None else state.away.call(order)
+        ticket = state.away.call(order)
         self._wake_flusher()
         return ticket
+
+    def _with_images(self, encode: Encode) -> Encode:
+        """With the lock: the same with before-images. They are looked for here, because pages may have to be
+        read, and while entries are ordered the log cannot tell anybody that a write is durable."""
+        chain, state = self._wal.chain, self._state
+        found = find_images(state, encode(chain, chain.time_us))
+
+        def encode_with_images(chain: Chain, time_us: int) -> list[bytes]:
+            payloads = encode(chain, time_us)
+            seqs = range(chain.seq_last + 1, chain.seq_last + 1 + len(payloads))
+            return with_images(payloads, found, seqs, state.inline_bytes_max)
+
+        return encode_with_images
 
     def create_bucket(self, bucket: str, exist_ok: bool = False) -> int:
         """Make a bucket, and return its seq. Where there is one, raises AlreadyExists, or, with `exist_ok`,

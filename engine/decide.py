@@ -55,6 +55,7 @@ class Refusal(IntEnum):
     NAME_EXISTS = 7
     NO_SNAPSHOT = 8
     OUT_OF_DATE = 9
+    TOO_LARGE = 10
     NO_SESSION = sessions.NO_SESSION
     REPEATED = sessions.REPEATED
     REQUEST_FORGOTTEN = sessions.REQUEST_FORGOTTEN

@@ -16,12 +16,14 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
 from lowwater.engine.away import BlockSource
+from lowwater.engine.before_images import find_images, with_images
 from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings
 from lowwater.engine.checkpoints import Checkpoints
 from lowwater.engine.core import ColdOf, EngineOptions, identity_of, meta_of, new_meta
@@ -202,32 +204,24 @@ class Engine(Reading):
         # Before it is decided, and for refusals too: what can be taken must not depend on the state.
         row = state.transactions.open.get(txn_of(members[0]))
         before = 0 if row is None else row.seq_last
-        payloads = [
-            encode_outcome(
-                member,
-                member.time_us,
-                group_seq_last=group_seq_last,
-                copied=_NOT_LOOKED_UP,
-                txn_seq_before=before,
-            )
-            for member in members
-        ]
+        encode = partial(encode_outcome, group_seq_last=group_seq_last, txn_seq_before=before)
+        payloads = [encode(member, member.time_us, copied=_NOT_LOOKED_UP) for member in members]
         refusal = decide(state, chain, members, group=group_seq_last is not None)
         if refusal is None and isinstance(members[0], Control) and not self._is_ours(members[0]):
             raise self._diverged(seq, "another segment lies here than the one that was shipped")
-        for index, member in enumerate(members):
-            if refusal is not None or isinstance(member, Copy):
-                payloads[index] = encode_outcome(
-                    member,
-                    member.time_us,
-                    group_seq_last=group_seq_last,
-                    refused=refusal,
-                    copied=self._copied(member.bucket, member.key, row)
-                    if refusal is None and isinstance(member, Copy)
-                    else None,
-                    txn_seq_before=before,
-                )
         seqs = range(seq - len(members) + 1, seq + 1)
+        if refusal is None:
+            for index, member in enumerate(members):
+                if isinstance(member, Copy):
+                    copied = self._copied(member.bucket, member.key, row)
+                    payloads[index] = encode(member, member.time_us, copied=copied)
+            if chain.settings.before_images:
+                with_them = with_images(payloads, find_images(state, payloads), seqs, state.inline_bytes_max)
+                if _fit_batch(payloads) and not _fit_batch(with_them):
+                    refusal = Refusal.TOO_LARGE
+                payloads = with_them
+        if refusal is not None:
+            payloads = [encode(member, member.time_us, refused=refusal) for member in members]
         doomed_before = state.transactions.doomed
         try:
             pieces = self._wal.enqueue(lambda _: (seqs, payloads))
@@ -398,6 +392,12 @@ _logger = get_logger("engine")
 PROPOSE_AGAIN_S = 1.0
 
 _NOT_LOOKED_UP: Copied = (b"", b"", None)
+
+
+def _fit_batch(payloads: Sequence[bytes]) -> bool:
+    """Whether the frames of these can be written at once."""
+    return sum(map(len, payloads)) + format.FRAME_BYTES * len(payloads) <= format.BATCH_BYTES_MAX
+
 
 # What is known before the first entry. No page is written with it: there is nothing to write.
 _NOTHING = new_meta(Creation(bytes(CLUSTER_ID_BYTES), bytes(SALT_BYTES), LogSettings()))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import cbor2
 
 from lowwater.engine import format
+from lowwater.engine.before_images import BeforeImage, decode_image
 from lowwater.engine.checksum import crc32
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Flag, Kind, ValueRef
 from lowwater.engine.sessions import RequestId
@@ -40,6 +41,18 @@ class Entry(NamedTuple):
     def refused(self) -> int | None:
         """Why this entry had no effect, or None when it had its effect."""
         return None if self.extras is None else self.extras.refused
+
+    @property
+    def before(self) -> BeforeImage | None:
+        """What the key had before this change; None where the log was not asked to say so."""
+        image = None if self.extras is None else self.extras.before
+        if image is None:
+            return None
+        try:
+            return decode_image(image)
+        except (Corrupt, NewerVersion) as error:
+            error.seq = self.seq
+            raise
 
 
 def decode_frames(data: bytes, start: int, end: int, *, verify: bool) -> Iterator[Entry]:

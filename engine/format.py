@@ -107,6 +107,11 @@ GROUP_BYTES: tuple[int, ...] = tuple(
 )
 
 
+# In the header of a segment whose changes say what was there before. The bit below it is not used: there are
+# files with it that stand for a version to come.
+SEGMENT_FLAG_BEFORE_IMAGES = 2
+
+
 class Compression(IntEnum):
     """How a segment is to be stored in the archive. The local file is never compressed."""
 
@@ -393,6 +398,7 @@ class SegmentHeader(NamedTuple):
     block_bytes: int
     compression: int
     time_before_us: int
+    before_images: int = 0  # in the flags
 
     def encode(self) -> bytes:
         assert len(self.hash_before) == 32
@@ -401,7 +407,9 @@ class SegmentHeader(NamedTuple):
         return self._encode(VERSION_MINOR)
 
     def _encode(self, version_minor: int) -> bytes:
-        fields = (HEADER_MAGIC, VERSION_MAJOR, version_minor, 0, *self, 0)
+        *numbers, before_images = self
+        flags = SEGMENT_FLAG_BEFORE_IMAGES if before_images else 0
+        fields = (HEADER_MAGIC, VERSION_MAJOR, version_minor, flags, *numbers, 0)
         data = HEADER.pack(*fields)[: -U32.size]
         return data + U32.pack(crc32(data))
 
@@ -412,9 +420,11 @@ class SegmentHeader(NamedTuple):
         if crc32(data[: -U32.size]) != U32.unpack_from(data, HEADER_BYTES - U32.size)[0]:
             raise Corrupt("the segment header's checksum does not match", offset=0)
         _magic, _major, version_minor, flags, *fields, _crc = HEADER.unpack(data)
-        if flags:
+        if flags & ~SEGMENT_FLAG_BEFORE_IMAGES:
             raise NewerVersion(f"the segment flags {flags:#x} are not known to this version")
         header = cls(*fields)
+        if flags:
+            header = header._replace(before_images=1)
         if header.seq_first <= header.seq_before:
             raise Corrupt(
                 "the segment header says that it begins before the segment that it follows", offset=0

@@ -71,6 +71,7 @@ class LogOptions(WalOptions):
     segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
     block_bytes: int = format.BLOCK_BYTES_DEFAULT
     compression: Literal["none", "zstd"] = "zstd"
+    before_images: bool = False
     # Seal what is older than this, so that it can be shipped; None leaves it to the size.
     segment_age_max_s: float | None = None
     wanted: Mapping[str, int] = field(default_factory=dict)
@@ -88,10 +89,15 @@ class LogOptions(WalOptions):
 
     @classmethod
     def from_config(cls, config: WalConfig) -> LogOptions:
-        names = {"rotate_max_bytes": "segment_bytes", "compression": "compression"}
+        names = {
+            "rotate_max_bytes": "segment_bytes",
+            "compression": "compression",
+            "before_images": "before_images",
+        }
         values = {
             "segment_bytes": config.rotate_max_bytes,
             "compression": format.Compression[config.compression.upper()].value,
+            "before_images": int(config.before_images),
         }
         return cls(
             wanted={names[key]: values[names[key]] for key in names if key in config.model_fields_set},
@@ -105,6 +111,7 @@ class LogOptions(WalOptions):
             gather_ms=config.fsync_interval_ms,
             segment_bytes=config.rotate_max_bytes,
             compression=config.compression,
+            before_images=config.before_images,
             segment_age_max_s=config.rotate_max_seconds,
         )
 
@@ -131,6 +138,7 @@ def new_create_entry(
             format.Compression[options.compression.upper()].value,
             format.Compression.ZSTD.value,
         ),
+        "before_images": (int(options.before_images), 0),
     }
     settings = {name: value for name, (value, default) in defaults.items() if value != default}
     return create_entry(cluster_id or randomness.token(16), randomness.token(16), settings)

@@ -17,6 +17,7 @@ import cbor2
 from blake3 import blake3
 
 from lowwater.engine import format
+from lowwater.engine.before_images import with_image
 from lowwater.engine.blocks import HASH_BYTES
 from lowwater.engine.catalogue import (
     RECORDED,
@@ -409,6 +410,9 @@ def is_same_request(member: Single, seq: int, held: bytes, group_seq_last: int |
         copied=copied,
         txn_seq_before=0 if entry.extras is None else entry.extras.txn_seq_before,
     )
+    if entry.extras is not None and entry.extras.before is not None:
+        # What was there then, too.
+        again = with_image(again, entry.extras.before)
     return again == held
 
 

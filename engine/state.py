@@ -686,16 +686,18 @@ class State:
 
     # ------------------------------------------------------------------ versions at a seq
 
-    def _versions(self, key: bytes, above: int = 0) -> tuple[list[Record], Page | None, int, View | None]:
+    def _versions(
+        self, key: bytes, above: int = 0, *, keeps: bool = False
+    ) -> tuple[list[Record], Page | None, int, View | None]:
         """With the lock: all versions of a key that there are: records, then rows of a page, and with the
         last one what says which of them count; None where all do. Of a page that is away and has nothing
-        above the seq `above` there are none."""
+        above the seq `above` there are none. `keeps` the page in memory."""
         place = self.map.find(key)
         layout = place.layout
         index = layout.index(key)
         page = None
         if index >= 0:
-            page = self._page_at(layout, index, above)
+            page = self._page_of(place, key) if keeps else self._page_at(layout, index, above)
         view = self.view(place, layout.keys[index] if index >= 0 else None)
         return place.records_of(key), page, -1 if page is None else page.find(key), view
 
@@ -725,11 +727,13 @@ class State:
             return None
         return self._overlaid(key, records, page, bucket, name, seq, reader)
 
-    def newest_version(self, key: bytes, *, seq: int = format.SEQ_MAX, viewer: int = 0) -> PageVersion | None:
+    def newest_version(
+        self, key: bytes, *, seq: int = format.SEQ_MAX, viewer: int = 0, keeps: bool = False
+    ) -> PageVersion | None:
         """The newest version not above `seq`, or of the viewer's own, as pages hold it, deletions included:
-        the seq of its frame, its own, time, flags, metadata, value or place."""
+        the seq of its frame, its own, time, flags, metadata, value or place. `keeps` its page in memory."""
         with self.lock:
-            records, page, row, view = self._versions(key)
+            records, page, row, view = self._versions(key, keeps=keeps)
         for each in seen(records, page, row, view or {}, viewer=viewer):
             if each.is_own or each.seq <= seq:
                 return self.page_version_of(each, page)

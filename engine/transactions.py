@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from lowwater.engine import format
+from lowwater.engine.before_images import image_bytes
 from lowwater.engine.decide import TXN_BYTES_MAX, TXN_ENTRIES_MAX
 from lowwater.engine.entries import Delete, Put, as_bytes
 from lowwater.engine.listing import LIMIT_DEFAULT, Listing, as_text
@@ -227,7 +228,11 @@ class Transaction:
                 locks.release_all(self._held)
                 self._require_use()
         # A key that somebody has written since the snapshot dooms the commit: better told now.
-        self._database._state.away.call(lambda: self._require_unchanged(encoded))
+        state = self._database._state
+        state.away.call(lambda: self._require_unchanged(encoded))
+        if self._database._wal.chain.settings.before_images:
+            # What others write to the key before the commit refuses that: its image is this one.
+            size += state.away.call(lambda: image_bytes(state, encoded))
         self._undo.append((encoded, entry, self._writes.get(encoded)))
         if encoded not in self._writes:
             insort(self._written_keys, encoded)

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from lowwater.engine import format
+from lowwater.engine.before_images import bytes_without_image
 from lowwater.engine.chain import Chain
 from lowwater.engine.directory import LOCK, typed_errors
 from lowwater.engine.moments import timeout_of
@@ -458,7 +459,7 @@ class Wal:
                     alone = self._cut_alone(seqs, payloads)
                 if alone is None:
                     sizes = list(map(len, payloads))
-                    self._check(seqs, sizes)
+                    self._check(seqs, payloads, sizes)
             except _ENCODING_ERRORS as error:
                 raise InvalidEntry(
                     f"this is not an entry: {error}",
@@ -506,10 +507,14 @@ class Wal:
                 return cut_alone(chain, chain.seq_last + 1, payload, options.batch_bytes_max)
         return None
 
-    def _check(self, seqs: Sequence[int] | None, sizes: Sequence[int]) -> None:
+    def _check(self, seqs: Sequence[int] | None, payloads: Sequence[bytes], sizes: Sequence[int]) -> None:
         if not sizes:
             raise InvalidEntry("there is nothing to append", hint="give at least one entry")
         largest = max(sizes)
+        if largest > self.options.entry_bytes_max:
+            # What the log adds by itself is nobody's fault.
+            most = self.options.entry_bytes_max
+            largest = max(bytes_without_image(payload) for payload in payloads if len(payload) > most)
         if largest > self.options.entry_bytes_max:
             raise InvalidEntry(
                 f"this entry has {largest:,} bytes; at most {self.options.entry_bytes_max:,} are allowed",

@@ -9,17 +9,18 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from lowwater.engine import format
+from lowwater.engine.before_images import IMAGE, LARGE_VALUE
 from lowwater.engine.columns import Frames, gather, slices
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.format import KIND_NAMES, Flag, Kind
-from lowwater.errors import Corrupt, LimitExceeded
+from lowwater.errors import Corrupt, LimitExceeded, NewerVersion
 from lowwater.spark.maps import decode_maps
 
 # By name, with their types in Spark's words. Numbers are signed: what does not fit is an error. What an entry
@@ -45,7 +46,13 @@ COLUMNS: dict[str, str] = {
     "request": "bigint",
     "request_hash": "binary",
     "stream_offset": "bigint",
-    "before": "binary",
+    "before": "binary",  # as the frame has it
+    "before_seq": "bigint",  # of what the key had before; 0 for nothing, null where the log does not say so
+    "before_time": "timestamp",
+    "before_metadata": "map<string,string>",
+    "before_value": "binary",  # null for a large one: the key has it as of `before_seq`
+    "before_value_length": "bigint",
+    "before_value_hash": "binary",  # of a large one
     "value_length": "bigint",  # also where another frame has the value
     "value_seq": "bigint",  # of the frame that has it; null where it is here
     "value_hash": "binary",  # its BLAKE3; null where it is here
@@ -300,13 +307,89 @@ _GROUP_SIZES = np.array(format.GROUP_BYTES, dtype=np.int64)
 
 
 def _before(batch: Batch) -> pa.Array:
+    return _some_slices(batch, *_before_bounds(batch))
+
+
+def _before_bounds(batch: Batch) -> tuple[_Places, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The places of the frames with a before-image, and where these begin and end."""
     places = batch.having(Flag.BEFORE)
-    if not len(places):
-        return pa.nulls(len(batch), pa.binary())
     frames = batch.frames
     groups = batch.flags[places] & (len(format.GROUP_BYTES) - 1)
     starts = frames.positions[places] + format.FRAME_FIXED_BYTES + _GROUP_SIZES[groups] + 4
-    return _some_slices(batch, places, starts, frames.bucket_starts[places])
+    return places, starts, frames.bucket_starts[places]
+
+
+class _Images(NamedTuple):
+    """The before-images of a batch that are not empty: the places of their frames, and of their parts."""
+
+    places: _Places
+    starts: npt.NDArray[np.int64]
+    metadata_starts: npt.NDArray[np.int64]
+    value_starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    is_large: npt.NDArray[np.bool_]
+
+    def taken(self, wanted: npt.NDArray[np.bool_]) -> _Images:
+        return _Images._make(each[wanted] for each in self)
+
+
+def _images(batch: Batch) -> _Images:
+    places, starts, ends = _before_bounds(batch)
+    full = np.flatnonzero(ends > starts)
+    places, starts, ends = places[full], starts[full], ends[full]
+    metadata_starts = starts + IMAGE.size
+    if bool((metadata_starts > ends).any()):
+        raise Corrupt("a before-image is cut short")
+    value_starts = metadata_starts + _gathered(batch, starts + 16, "<u2")
+    forms = _gathered(batch, starts + 18, "u1")
+    if bool((forms > 1).any()):
+        raise NewerVersion(f"before-images of the form {int(forms.max())} are not known to this version")
+    is_large = forms == 1
+    if bool((value_starts > ends).any()):
+        raise Corrupt("a before-image ends inside its metadata")
+    if bool(((ends - value_starts)[is_large] != LARGE_VALUE.size).any()):
+        raise Corrupt("a before-image's reference to a value has the wrong size")
+    return _Images(places, starts, metadata_starts, value_starts, ends, is_large)
+
+
+def _before_seq(batch: Batch) -> pa.Array:
+    images = _images(batch)
+    seqs = np.zeros(len(batch), np.int64)
+    seqs[images.places] = _signed(_gathered(batch, images.starts, "<u8"), "before_seq")
+    places = batch.having(Flag.BEFORE)
+    return _scattered(len(batch), places, seqs[places], pa.int64())
+
+
+def _before_time(batch: Batch) -> pa.Array:
+    images = _images(batch)
+    times = _signed(_gathered(batch, images.starts + 8, "<u8"), "before_time")
+    return _scattered(len(batch), images.places, times, pa.int64()).cast(_TYPES["timestamp"])
+
+
+def _before_metadata(batch: Batch) -> pa.Array:
+    images = _images(batch)
+    images = images.taken(images.value_starts > images.metadata_starts)
+    return _maps_at(batch, images.places, images.metadata_starts, images.value_starts)
+
+
+def _before_value(batch: Batch) -> pa.Array:
+    images = _images(batch)
+    images = images.taken(~images.is_large)
+    return _some_slices(batch, images.places, images.value_starts, images.ends)
+
+
+def _before_value_length(batch: Batch) -> pa.Array:
+    images = _images(batch)
+    lengths = images.ends - images.value_starts
+    large = np.flatnonzero(images.is_large)
+    lengths[large] = _signed(_gathered(batch, images.value_starts[large], "<u8"), "before_value_length")
+    return _scattered(len(batch), images.places, lengths, pa.int64())
+
+
+def _before_value_hash(batch: Batch) -> pa.Array:
+    images = _images(batch)
+    images = images.taken(images.is_large)
+    return _some_slices(batch, images.places, images.value_starts + 8, images.ends)
 
 
 def _value_hash(batch: Batch) -> pa.Array:
@@ -321,6 +404,8 @@ def _some_slices(
     batch: Batch, places: _Places, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> pa.Array:
     """Slices that few frames have: null for the others."""
+    if not len(places):
+        return pa.nulls(len(batch), pa.binary())
     all_starts = batch.frames.positions.copy()
     all_starts[places] = starts
     all_ends = all_starts.copy()
@@ -336,11 +421,16 @@ def _some_slices(
 def _metadata(batch: Batch) -> pa.Array:
     frames = batch.frames
     places = np.flatnonzero(frames.fixed["metadata_len"])
+    return _maps_at(batch, places, frames.metadata_starts[places], frames.value_starts[places])
+
+
+def _maps_at(
+    batch: Batch, places: _Places, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> pa.Array:
+    """Maps that some frames have: null for the others."""
     if not len(places):
         return pa.nulls(len(batch), _MAP)
-    encoded = slices(
-        frames.data, frames.metadata_starts[places], frames.value_starts[places], text=False
-    ).dictionary_encode()
+    encoded = slices(batch.frames.data, starts, ends, text=False).dictionary_encode()
     decoded = decode_maps(encoded.dictionary)
     indices = np.zeros(len(batch), np.int32)
     indices[places] = encoded.indices.to_numpy()
@@ -369,6 +459,12 @@ _MAKERS: dict[str, Callable[[Batch], pa.Array]] = {
     "request_hash": _request_hash,
     "stream_offset": _of_some("stream_offset", Flag.STREAM_OFFSET, 0),
     "before": _before,
+    "before_seq": _before_seq,
+    "before_time": _before_time,
+    "before_metadata": _before_metadata,
+    "before_value": _before_value,
+    "before_value_length": _before_value_length,
+    "before_value_hash": _before_value_hash,
     "value_length": _value_length,
     "value_seq": _value_seq,
     "value_hash": _value_hash,

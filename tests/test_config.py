@@ -30,6 +30,7 @@ from lowwater.config import (
     parse_milliseconds,
     parse_seconds,
 )
+from lowwater.engine.log import LogOptions
 from lowwater.errors import InvalidConfig
 
 ROOT = Path(__file__).parents[1]
@@ -232,6 +233,19 @@ def test_settings_of_a_log_that_are_written_out_become_one_entry(tmp_path: Path)
     with lowwater.open(path, config={"wal": {"compression": "zstd"}}) as db:
         assert kinds_in(db)[-1] == "settings"
         assert db.get("b", "before").value == bytes(100_000)
+
+
+def test_before_images_are_asked_for_as_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the environment too, where every value is a text."""
+    assert LogOptions.from_config(Config.load({}).wal).wanted == {}
+    for text, value in (("true", 1), ("false", 0)):
+        monkeypatch.setenv("LOWWATER_WAL__BEFORE_IMAGES", text)
+        with lowwater.open(tmp_path / "db") as db:
+            assert db._log.chain.settings.before_images == value
+    monkeypatch.setenv("LOWWATER_WAL__BEFORE_IMAGES", "2")
+    assert "before_images" in refused().message.lower()
 
 
 def test_settings_of_a_log_that_is_fed_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -63,10 +63,12 @@ SETTINGS = {
     "segment_bytes": (4096, 2147483648, 100000000),
     "block_bytes": (1024, 16777216, 262144),
     "compression": (0, 1, 1),
+    "before_images": (0, 1, 0),
     "page_keys": (2, 65536, 64),
     "inline_bytes_max": (0, 65536, 256),
 }
-IN_HEADER = ("segment_bytes", "block_bytes", "compression")
+IN_HEADER = ("segment_bytes", "block_bytes", "compression", "before_images")
+BEFORE_IMAGES = 2
 
 
 class Refused(Exception):
@@ -144,6 +146,7 @@ class Cursor:
 
 def check_front(block: bytes, magic: bytes) -> None:
     """Magic, version, checksum, flags: in this order, as header and trailer have them alike."""
+    known = BEFORE_IMAGES if magic == HEADER_MAGIC else 0
     if block[:8] != magic:
         need(magic == HEADER_MAGIC, "no trailer")
         raise NotASegment("no magic")
@@ -153,7 +156,7 @@ def check_front(block: bytes, magic: bytes) -> None:
         raise Newer(f"format version {major}.{minor}")
     need(major == 1, "version below 1.0")
     need(zlib.crc32(block[:-4]) == int.from_bytes(block[-4:], "little"), "checksum of header or trailer")
-    if flags:
+    if flags & ~known:
         raise Newer(f"segment flag 0x{flags:x}")
 
 
@@ -170,6 +173,7 @@ def read_header(data: bytes) -> dict[str, Any]:
     sizes = {"segment_bytes": segment_bytes, "block_bytes": block_bytes, "compression": compression}
     for name, value in sizes.items():
         check_setting(name, value)
+    sizes["before_images"] = int(fields[3] == BEFORE_IMAGES)
     if not seq_before:
         need(not any(hash_before) and not fields[13] and epoch == 1, "the first segment follows nothing")
     chain = {"seq_first": seq_first, "seq_before": seq_before, "time_before_us": fields[13], "epoch": epoch}
@@ -247,6 +251,26 @@ def read_payload(seq: int, payload: bytes) -> dict[str, Any]:
         need(not value, "a value where there is none")
     entry["value"] = value.hex()
     return entry
+
+
+def read_image(image: bytes) -> dict[str, Any] | None:
+    """What a key had before: None for nothing."""
+    if not image:
+        return None
+    cursor = Cursor(image)
+    seq, time_us, metadata_len, form = cursor.numbers("QQHB")
+    if form > 1:
+        raise Newer(f"before-image of the form {form}")
+    need(seq > 0, "a version without a seq")
+    metadata = read_map(cursor.take(metadata_len)) or None
+    found: dict[str, Any] = {"seq": seq, "time_us": time_us, "metadata": metadata}
+    if form:
+        found["value_bytes"], digest = *cursor.numbers("Q"), cursor.take(32)
+        found |= {"value": None, "blake3": digest.hex()}
+        need(not cursor.rest(), "more than a reference")
+        return found
+    value = cursor.rest()
+    return found | {"value": value.hex(), "value_bytes": len(value)}
 
 
 class Rules:
@@ -601,6 +625,11 @@ def test_a_golden_file_gives_what_stands_beside_it(path: Path) -> None:
         return
     segment = read_file(path)
     found: dict[str, Any] = {"header": segment.header, "entries": segment.entries}
+    if segment.header["before_images"]:
+        images = {entry["seq"]: entry["before"] for entry in segment.entries if "before" in entry}
+        found["images"] = {str(seq): read_image(bytes.fromhex(image)) for seq, image in images.items()}
+    else:
+        want["header"]["before_images"] = 0
     if path.name.startswith("segment-"):
         assert segment.segment_hash is not None
         found["segment_hash"] = segment.segment_hash.hex()

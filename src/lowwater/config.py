@@ -167,6 +167,7 @@ class WalConfig(BaseModel):
     rotate_max_seconds: OptionalSeconds = Field(default=None, gt=0, le=10**8)
     sync_mode: Literal["fsync", "fdatasync", "none"] = "fsync"
     compression: Annotated[Literal["none", "zstd"], BeforeValidator(_compression)] = "zstd"
+    before_images: bool = False
     queue_bytes_max: ByteSize = Field(default=64 * MIB, le=TIB)
     entry_bytes_max: ByteSize = Field(default=16 * MIB, ge=64, le=31 * MIB)
 

@@ -649,7 +649,7 @@ def test_check_misses_a_large_value_that_the_log_lost(tmp_path: Path) -> None:
 def test_a_command_that_reads_changes_no_setting_of_the_log(path: str, tmp_path: Path) -> None:
     """A look is no change, whatever the configuration asks for; the first write is one."""
     config = tmp_path / "lowwater.toml"
-    config.write_text('[wal]\ncompression = "none"\n')
+    config.write_text('[wal]\ncompression = "none"\nbefore_images = true\n')
     for command in ("get", "history", "ls", "root"):
         assert run("--config", str(config), *arguments_of(command, path)).exit_code == 0
     with lowwater.open(path) as db:

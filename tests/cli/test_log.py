@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from click.testing import CliRunner, Result
 
 from lowwater.cli.root import root
@@ -201,8 +202,8 @@ def test_inspect_json_has_what_its_document_promises(directory: str) -> None:
     with Log.open(directory) as log:
         assert document["cluster_id"] == log.chain.cluster_id.hex()
     assert document["settings"] == {
-        "segment_bytes": 4096, "block_bytes": 1024, "compression": "zstd", "page_keys": 64,
-        "inline_bytes_max": 256,
+        "segment_bytes": 4096, "block_bytes": 1024, "compression": "zstd", "before_images": 0,
+        "page_keys": 64, "inline_bytes_max": 256,
     }  # fmt: skip
     assert (document["seq_first"], document["seq_last"], document["entries"]) == (1, ENTRIES, ENTRIES)
     assert document["hint"]["durable_seq"] == ENTRIES
@@ -284,6 +285,33 @@ def test_inspect_shows_what_it_can_of_a_damaged_log(directory: str) -> None:
     assert "header's checksum" in result.stdout
     assert "trailer's checksum" in result.stdout
     assert "BROKEN" in result.stdout
+
+
+def test_what_a_key_had_before_is_shown(tmp_path: Path) -> None:
+    """Whoever looks for what a change has replaced finds it beside the change."""
+    (path,) = (GOLDEN / "before-images").glob("*0001-*.log")
+    images = {line["seq"]: line.get("before_image") for line in lines_of(str(path))}
+    assert images[2] is images[9] is images[13] is None
+    assert images[3] == {"seq": 0}
+    assert images[4] == {
+        "seq": 3, "time_us": 1_700_000_000_000_003, "value_bytes": 3, "metadata": {"b": "c"},
+        "value": base64.b64encode(b"one").decode(),
+    }  # fmt: skip
+    large = images[6]
+    assert (large["seq"], large["value_bytes"], "value" in large) == (5, 1024, False)
+    assert large["blake3"] == blake3(bytes(range(256)) * 4).hexdigest()
+    assert "value" not in lines_of(str(path), "--values", "none")[3]["before_image"]
+    lines = run("dump", str(path), "--values", "utf8").stdout.splitlines()
+    assert "before=nothing" in lines[2]
+    assert 'before=3  {"b": "c"}  one' in lines[3]
+    assert "1024 B" in lines[5]
+    assert "say what their keys had before" in run("inspect", str(path)).stdout
+    # Frames that no engine has made may hold anything there.
+    (path,) = (GOLDEN / "optional-groups").glob("*.log")
+    document = next(line for line in lines_of(str(path)) if line.get("key") == "before")
+    assert "before_image" not in document
+    assert document["before"] == base64.b64encode(b"what was there \x00\xff").decode()
+    assert f"before={document['before']}" in run("dump", str(path)).stdout
 
 
 def test_inspect_tells_a_torn_tail_from_damage(tmp_path: Path) -> None:

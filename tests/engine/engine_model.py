@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import cbor2
 import pytest
 from blake3 import blake3
+from tests.engine.images import check_images
 from tests.engine.transaction_model import TransactionCalls, TransactionChances
 
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
@@ -451,6 +452,7 @@ class Machine:
             "segment_bytes": options.segment_bytes,
             "block_bytes": options.block_bytes,
             "page_keys": self.page_keys,
+            **({"before_images": 1} if options.before_images else {}),
         }
         create = create_entry(CLUSTER_ID, SALT, settings)
         return Log.open(f"{DIRECTORY}/wal", options=options, seams=self.seams(), create=create)
@@ -1350,6 +1352,7 @@ def driver_for(seed: int) -> Driver:
             block_bytes=4096,
             batch_bytes_max=rng.choice((1000, 2**20)),
             ring_bytes_max=rng.choice((0, 2**20)),
+            before_images=seed % 3 == 1,
         ),
         page_keys=rng.choice((2, 4, 4, 16)),
     )
@@ -1366,5 +1369,6 @@ def run_by_chance(seed: int, steps: int) -> Driver:
     Chance(driver, random.Random(f"calls {seed}")).run(steps)
     driver.machine.files._crash_number = None
     driver.compare()
+    driver.seen["before-images"] += check_images(driver.db.log())
     assert list(driver.db.check()) == []
     return driver

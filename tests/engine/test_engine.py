@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine.images import check_images
 
 import lowwater
 from lowwater import Copy, Create, CreateBucket, Delete, DeleteBucket, Outcome, Put, Refusal, Write
@@ -45,6 +46,8 @@ from lowwater.errors import (
 FORMAT_MD = Path(__file__).parents[2] / "docs" / "FORMAT.md"
 SETTINGS = {"segment_bytes": 8192, "block_bytes": 1024, "page_keys": 4}
 CREATE = Create(CLUSTER_ID, SALT, SETTINGS)
+
+WITH_IMAGES = CREATE._replace(settings={**SETTINGS, "before_images": 1})
 
 Pair = tuple[int, Request]
 
@@ -873,7 +876,8 @@ def history(seed: int) -> tuple[list[Pair], list[Outcome], dict[str, dict[str, t
             return Delete(bucket, key(), **condition(), **times())
         return Copy("b", key(), bucket, key(), **condition(), **times())
 
-    add(seq, CREATE)
+    has_images = seed % 2 == 1
+    add(seq, WITH_IMAGES if has_images else CREATE)
     add(seq := seq + 1, CreateBucket("b"))
     while len(pairs) < COUNT:
         seq += rng.choice((1, 1, 1, 2, 1000))
@@ -881,7 +885,10 @@ def history(seed: int) -> tuple[list[Pair], list[Outcome], dict[str, dict[str, t
         if roll < 0.04:
             add(seq, rng.choice((CreateBucket("c"), DeleteBucket("c"), DeleteBucket("b"))))
         elif roll < 0.06:
-            add(seq, settings_entry({"segment_bytes": rng.choice((4096, 8192))}))
+            change = {"segment_bytes": rng.choice((4096, 8192))}
+            if has_images:
+                change = rng.choice((change, {"before_images": rng.choice((0, 1, 1))}))
+            add(seq, settings_entry(change))
         elif roll < 0.1:
             # Whether it is refused depends on where segments end, which the model does not know.
             pairs.append((seq, seal_entry(segment_first if roll < 0.08 else seqs[-1])))
@@ -909,6 +916,8 @@ def straight(seed: int) -> tuple[list[Outcome], str, dict[str, bytes]]:
         name: {each.key: (each.seq, each.value) for each in engine.scan(name)} for name in engine.buckets()
     }
     assert held == buckets
+    engine.sync()
+    assert bool(check_images(engine.log())) == (seed % 2 == 1)
     return found, engine.root(), node.segments()
 
 

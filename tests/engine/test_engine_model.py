@@ -65,7 +65,7 @@ def run_all(seeds: Iterable[int], steps: int) -> Counter[str]:
 
 def test_a_database_answers_as_its_model_does() -> None:
     """The fast part of what comes next."""
-    run_all(range(3), 300)
+    assert run_all(range(3), 300)["before-images"] > 10
 
 
 @pytest.mark.long
@@ -79,7 +79,7 @@ def test_calls_by_chance_are_answered_as_by_the_model(chunk: int) -> None:
         "NotEmpty", "VersionGone", "repeated", "ended", "found at a time",
         "spilled", "committed", "committed large", "aborted", "doomed",
         "Conflict at a commit", "rolled back in the log", "scans in transactions",
-        "left", "came back", "refused in an outage",
+        "left", "came back", "refused in an outage", "before-images",
     ):  # fmt: skip
         assert seen[what] > 10, f"{what} was hardly ever seen"
     assert seen["ranges, at most"] > STEPS_EACH // 300, "ranges were never divided"

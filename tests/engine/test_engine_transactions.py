@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.engine_model import check_structure, small_limits
-from tests.engine.test_engine import CREATE, EVENTS, Node, Pair
+from tests.engine.images import check_images
+from tests.engine.test_engine import CREATE, EVENTS, WITH_IMAGES, Node, Pair
 
 from lowwater import (
     Abort,
@@ -432,7 +433,7 @@ def history(seed: int) -> tuple[list[Pair], list[Outcome], Keys]:
     """Entries as an orchestrator may hand them out, and what must become of them."""
     rng = random.Random(f"transactions {seed}")
     model = Model()
-    pairs: list[Pair] = [(1, CREATE), (2, CreateBucket("b"))]
+    pairs: list[Pair] = [(1, WITH_IMAGES if seed % 2 else CREATE), (2, CreateBucket("b"))]
     outcomes = [Outcome(1, None), Outcome(2, model.apply(2, pairs[1][1]))]
     keys = rng.choice((8, 60))
     seq = 2
@@ -500,6 +501,8 @@ def straight(seed: int) -> tuple[str, dict[str, bytes]]:
         (name, each.key): (each.seq, each.value) for name in engine.buckets() for each in engine.scan(name)
     }
     assert held == keys
+    engine.sync()
+    assert bool(check_images(engine.log())) == (seed % 2 == 1)
     return engine.root(), node.segments()
 
 

@@ -202,7 +202,30 @@ def test_a_golden_segment_is_sound(path: str) -> None:
 def test_a_golden_header_says_what_it_is_expected_to_say(path: str) -> None:
     """Chain, owner and settings are in it."""
     header = format.SegmentHeader.decode(open_golden(path).read_at(0, format.HEADER_BYTES))
-    assert json.loads(json.dumps(header._asdict(), default=bytes.hex)) == EXPECTED[path]["header"]
+    expected = {"before_images": 0, **EXPECTED[path]["header"]}
+    assert json.loads(json.dumps(header._asdict(), default=bytes.hex)) == expected
+
+
+@pytest.mark.parametrize("path", [path for path in READABLE if "images" in EXPECTED[path]], ids=short)
+def test_golden_before_images_say_what_was_there(path: str) -> None:
+    """Others follow a log by them, without a state."""
+    data = open_golden(path).read_at(0, SealedReader(open_golden(path)).trailer.body_bytes)
+    found = {
+        str(entry.seq): json.loads(json.dumps(_image(entry), default=bytes.hex))
+        for entry in decode_frames(data, format.HEADER_BYTES, len(data), verify=True)
+        if entry.before is not None
+    }
+    assert found == EXPECTED[path]["images"]
+    assert len(found) > 5
+
+
+def _image(entry: Entry) -> dict[str, Any] | None:
+    assert entry.before is not None
+    if not entry.before.seq:
+        return None
+    return {
+        name: value for name, value in entry.before._asdict().items() if name != "blake3" or value is not None
+    }
 
 
 @pytest.mark.parametrize("path", SEALED, ids=short)

@@ -22,6 +22,7 @@ from zlib import crc32
 
 import cbor2
 import zstandard
+from blake3 import blake3
 
 from lowwater.engine import format
 from lowwater.engine.chain import create_entry
@@ -390,6 +391,46 @@ def refused_control() -> list[Spec]:
     ]
 
 
+def before_images() -> list[Spec]:
+    """Changes that say what was there: nothing, values of all sizes, a large one. `settings` ends it."""
+    large = bytes(range(256)) * 4
+
+    def after(seq: int, value: bytes, metadata: dict[str, str] | None = None) -> Spec:
+        """Where the version of this seq was there."""
+        time_us = TIME_US + seq % 1000
+        image: Spec = {"seq": seq, "time_us": time_us, "metadata": metadata, "value_bytes": len(value)}
+        end = value
+        if len(value) > 256:
+            digest = blake3(value).digest()
+            image |= {"value": None, "blake3": digest}
+            end = struct.pack("<Q", len(value)) + digest
+        else:
+            image["value"] = value
+        encoded = cbor2.dumps(metadata, canonical=True) if metadata else b""
+        head = struct.pack("<QQHB", seq, time_us, len(encoded), len(value) > 256)
+        return {"image": image, "before": head + encoded + end}
+
+    nothing: Spec = {"image": None, "before": b""}
+    return [
+        create(before_images=1),
+        entry(2, "create_bucket", bucket="photos"),
+        put(3, "a", b"one", metadata={"b": "c"}, **nothing),
+        put(4, "a", b"", **after(3, b"one", {"b": "c"})),
+        put(5, "a", large, metadata={"x": "é" * 200}, **after(4, b"")),
+        put(6, "a", b"v" * 256, **after(5, large, {"x": "é" * 200})),
+        put(7, "a", b"1", group_seq_last=8, **after(6, b"v" * 256)),
+        put(8, "a", b"2", group_seq_last=8, **after(6, b"v" * 256)),
+        entry(9, "begin", body={"snapshot": 8}),
+        entry(10, "delete", bucket="photos", key="a", txn=9, txn_seq_before=9, **after(8, b"2")),
+        entry(11, "commit", txn=9, txn_seq_before=10),
+        entry(12, "copy", bucket="photos", key="a", value=b"v", request_hash=bytes(range(16)), **nothing),
+        put(13, "a", b"", refused=5, request_hash=bytes(range(16))),
+        entry(14, "settings", body={"before_images": 0}),
+        put(15, "a", b"what was there is not said"),
+        seal(16, 15),
+    ]
+
+
 # ---------------------------------------------------------------------------- what a reader must find
 
 
@@ -401,7 +442,12 @@ def expected(data: bytes, specs: Sequence[Spec], **more: Any) -> bytes:
         trailer = SegmentTrailer.decode(data)
         mine = [spec for spec in mine if spec["seq"] <= trailer.seq_last]
         more["segment_hash"] = trailer.segment_hash
-    entries = [{name: value for name, value in spec.items() if name != "given_time_us"} for spec in mine]
+    if header["before_images"]:
+        more["images"] = {str(spec["seq"]): spec["image"] for spec in mine if "image" in spec}
+    else:
+        del header["before_images"]
+    unread = ("given_time_us", "image")
+    entries = [{name: value for name, value in spec.items() if name not in unread} for spec in mine]
     return as_json({"header": header, "entries": entries, **more})
 
 
@@ -586,6 +632,7 @@ CASES = {
     "empty-values": empty_values,
     "stream-gaps": stream_gaps,
     "refused-control": refused_control,
+    "before-images": before_images,
 }
 
 

@@ -68,7 +68,10 @@ class Fed:
         )
         self.store = FolderStore(str(folder))
         settings = {"segment_bytes": segment_bytes, "block_bytes": 4096, "page_keys": page_keys}
-        self.order(Create(b"c" * 16, b"s" * 16, settings={**settings, "inline_bytes_max": 32}))
+        settings["inline_bytes_max"] = 32
+        if seed % 2:
+            settings["before_images"] = 1
+        self.order(Create(b"c" * 16, b"s" * 16, settings=settings))
         self.order(Control(Kind.HORIZON, {"seq": self.seq}))
         self.first = self.seq
         self.open: list[int] = []

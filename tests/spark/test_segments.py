@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import random
+import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.spark.fed import Fed, random_archive
 
 import lowwater
 from lowwater.engine import format
+from lowwater.engine.columns import Frames
 from lowwater.engine.entries import Entry, decode_body
-from lowwater.errors import Corrupt, DataError, InvalidConfig, LowwaterError
-from lowwater.spark import segments
+from lowwater.engine.format import Extras, Kind
+from lowwater.errors import (
+    Corrupt,
+    DataError,
+    InvalidConfig,
+    LimitExceeded,
+    LowwaterError,
+    NewerVersion,
+)
+from lowwater.spark import columns, segments
 from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS
 from lowwater.spark.plan import EVERYTHING, Part, Pinned, Selection, Verify, creation_of, parts, pin
 from lowwater.spark.segments import raw_batches
@@ -26,7 +37,8 @@ WITHOUT_PLACE = [name for name in COLUMNS if name not in ("segment", "position",
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Fed:
-    return random_archive(tmp_path_factory.mktemp("segments") / "archive", seed=4)
+    """Of an odd seed, whose log has before-images."""
+    return random_archive(tmp_path_factory.mktemp("segments") / "archive", seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +51,8 @@ def row_of(entry: Entry) -> dict[str, Any]:
     extras = entry.extras or format.NO_EXTRAS
     flags = format._encode_extras(extras, b"")[0] if entry.extras else 0
     reference = extras.value_ref
+    image = entry.before
+    is_there = image is not None and image.seq > 0
     aborts = entry.kind == "abort" and entry.refused is None
     return {
         "seq": entry.seq,
@@ -61,6 +75,12 @@ def row_of(entry: Entry) -> dict[str, Any]:
         "request_hash": extras.request_hash,
         "stream_offset": extras.stream_offset,
         "before": extras.before,
+        "before_seq": None if image is None else image.seq,
+        "before_time": image.time_us if is_there else None,
+        "before_metadata": None if image is None else image.metadata,
+        "before_value": None if image is None else image.value,
+        "before_value_length": image.value_bytes if is_there else None,
+        "before_value_hash": None if image is None else image.blake3,
         "value_length": reference.length if reference else len(entry.value),
         "value_seq": reference.seq if reference else None,
         "value_hash": reference.blake3 if reference else None,
@@ -76,11 +96,11 @@ def rows_in(found: Sequence[Part], columns: Sequence[str]) -> list[dict[str, Any
             assert batch.schema.names == list(columns)
             batch.validate(full=True)
             made = {name: batch.column(place) for place, name in enumerate(columns)}
-            if "time" in made:
-                made["time"] = made["time"].cast("int64")
+            for name in {"time", "before_time"} & made.keys():
+                made[name] = made[name].cast("int64")
             lists = {name: column.to_pylist() for name, column in made.items()}
-            if "metadata" in lists:
-                lists["metadata"] = [None if each is None else dict(each) for each in lists["metadata"]]
+            for name in {"metadata", "before_metadata"} & lists.keys():
+                lists[name] = [None if each is None else dict(each) for each in lists[name]]
             rows += [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
     return rows
 
@@ -109,12 +129,36 @@ def test_every_column_of_every_entry_is_what_the_engine_says(
     """One history: that which the engine replays, and that which Spark does."""
     expected = [row_of(entry) for entry in entries]
     assert {flag.name for flag in format.Flag if any(row["flags"] & flag for row in expected)} >= {
-        "TXN", "GROUP", "SESSION", "REQUEST_HASH", "REFUSED", "VALUE_REF"
+        "TXN", "GROUP", "SESSION", "REQUEST_HASH", "BEFORE", "REFUSED", "VALUE_REF"
     }  # fmt: skip
+    for name in ("before_value", "before_metadata", "before_value_hash"):
+        assert sum(row[name] is not None for row in expected) > 5, name
+    assert [row["before_seq"] for row in expected].count(0) > 5
     assert read(pin(archive.uri), WITHOUT_PLACE, verify=verify) == expected
     # Each alone, so that none needs another.
     for name in WITHOUT_PLACE:
         assert read(pin(archive.uri), [name], verify=verify) == [{name: row[name]} for row in expected]
+
+
+@pytest.mark.parametrize(
+    ("before", "error"),
+    [
+        (bytes(18), Corrupt),
+        (struct.pack("<QQHB", 1, 2, 1, 0), Corrupt),
+        (struct.pack("<QQHB", 1, 2, 0, 1) + bytes(39), Corrupt),
+        (struct.pack("<QQHB", 1, 2, 0, 2), NewerVersion),
+        (struct.pack("<QQHB", 2**63, 2, 0, 0), LimitExceeded),
+    ],
+)
+def test_what_is_no_before_image_fails_who_asks_for_it(before: bytes, error: type[Exception]) -> None:
+    """And nobody else: the log hands on what it does not know."""
+    payload = format.encode_payload(Kind.PUT, b"b", b"k", b"", b"v", time_us=1, extras=Extras(before=before))
+    frames = format.encode_frames((1,), (payload,), (len(payload),))
+    batch = columns.Batch(Frames(frames, np.zeros(1, np.int64)), 0, 1)
+    assert columns._MAKERS["value"](batch).to_pylist() == [b"v"]
+    assert columns._MAKERS["before"](batch).to_pylist() == [before]
+    with pytest.raises(error):
+        columns._MAKERS["before_seq"](batch)
 
 
 def selections(entries: list[Entry], count: int) -> list[Selection]:

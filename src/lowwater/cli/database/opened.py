@@ -76,7 +76,7 @@ def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
 def _without_settings(config: Config) -> Config:
     """Who only reads changes no setting of a log."""
     given = config.model_dump(exclude_unset=True)
-    for key in ("rotate_max_bytes", "compression"):
+    for key in ("rotate_max_bytes", "compression", "before_images"):
         given.get("wal", {}).pop(key, None)
     return Config.load(Config(**given))
 

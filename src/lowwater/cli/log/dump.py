@@ -22,12 +22,13 @@ from lowwater.cli.output import (
     visible,
     write_lines,
 )
+from lowwater.engine.before_images import BeforeImage
 from lowwater.engine.chain import FIRST_CONTROL_KIND
 from lowwater.engine.check import Finding
 from lowwater.engine.dump import Selection, dump_entries
 from lowwater.engine.entries import Entry, decode_body
 from lowwater.engine.format import KIND_CODES, SEQ_MAX
-from lowwater.errors import Corrupt
+from lowwater.errors import Corrupt, NewerVersion
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NUMBER_DIGITS_MAX = 100
@@ -222,6 +223,8 @@ def entry_as_json(entry: Entry, *, with_value: bool) -> dict[str, Any]:
             if name == "request" and extras.session is None:
                 continue
             document[name] = _plain(value, name)
+    if (image := _image_of(entry)) is not None:
+        document["before_image"] = _image_as_json(image, with_value=with_value)
     if (body := _body(entry)) is not None:
         document["body"] = body
     document["value_bytes"] = len(entry.value)
@@ -239,6 +242,40 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return in_base64(value) if name == "before" else value.hex()
     return value
+
+
+def _image_of(entry: Entry) -> BeforeImage | None:
+    """What the key had before; None where the frame does not say so, or in a way that is not known."""
+    try:
+        return entry.before
+    except (Corrupt, NewerVersion):
+        return None
+
+
+def _image_as_json(image: BeforeImage, *, with_value: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {"seq": image.seq}
+    if image.seq:
+        document |= {"time_us": image.time_us, "value_bytes": image.value_bytes}
+    if image.metadata:
+        document["metadata"] = image.metadata
+    if image.blake3 is not None:
+        document["blake3"] = image.blake3.hex()
+    if with_value and image.value is not None:
+        document["value"] = in_base64(image.value)
+    return document
+
+
+def _image_as_text(image: BeforeImage, *, values: str) -> str:
+    if not image.seq:
+        return "before=nothing"
+    parts = [f"before={image.seq}"]
+    if image.metadata:
+        parts.append(visible(json.dumps(image.metadata, ensure_ascii=False)))
+    if image.value is None:
+        parts.append(f"{image.value_bytes} B")
+    elif image.value:
+        parts.append(VALUES[values](image.value))
+    return "  ".join(parts)
 
 
 def _body(entry: Entry) -> Any:
@@ -271,6 +308,10 @@ def entry_as_text(entry: Entry, *, values: str) -> str:
         if name in document:
             value = document[name]
             parts.append(f"{name}={value if isinstance(value, int | str) else json.dumps(value)}")
+    if (image := _image_of(entry)) is not None:
+        parts.append(_image_as_text(image, values=values))
+    elif "before" in document:
+        parts.append(f"before={document['before']}")
     if entry.metadata:
         parts.append(visible(json.dumps(entry.metadata, ensure_ascii=False)))
     if "body" in document:
@@ -282,5 +323,5 @@ def entry_as_text(entry: Entry, *, values: str) -> str:
 
 _TOLD = (
     "txn", "txn_seq_before", "group_seq_last", "session", "request", "request_hash", "stream_offset",
-    "before", "refused", "value_ref",
+    "refused", "value_ref",
 )  # fmt: skip

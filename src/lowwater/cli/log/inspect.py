@@ -124,6 +124,7 @@ def _print_log(log: LogDescription) -> None:
         click.echo(
             f"settings  segments of {size(settings.segment_bytes)}, blocks of {size(settings.block_bytes)}, "
             f"{_compression(settings.compression)} in the archive, {pages}"
+            f"{', before-images' if settings.before_images else ''}"
         )
     if log.seq_first is not None and log.seq_last is not None:
         click.echo(
@@ -178,6 +179,8 @@ def _print_segment(segment: SegmentDescription) -> None:
         rows.append(("follows seq", f"{header.seq_before}, with the hash {header.hash_before.hex()}"))
         rows.append(("cut at", f"{size(header.segment_bytes)}, in blocks of {size(header.block_bytes)}"))
         rows.append(("archive", f"{_compression(header.compression)}"))
+        if header.before_images:
+            rows.append(("changes", "say what their keys had before"))
     if segment.segment_hash is not None:
         rows.append(("hash", segment.segment_hash.hex()))
     if trailer is not None:
