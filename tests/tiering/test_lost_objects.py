@@ -259,7 +259,7 @@ def test_a_fed_engine_fills_an_archive_though_some_of_its_checkpoints_are_nowher
     for number in range(5):
         for each in range(80):
             machine.order.order(Put("b", f"{number}{each:03}", bytes(700)))
-        machine.db.checkpoint()
+        machine.db.create_checkpoint()
         machine.later(40)
         machine.db.ship(timeout=60)
     assert len(machine.db.checkpoints()) < len(machine.db.catalogue.checkpoints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -266,9 +267,9 @@ def test_a_scan_gives_what_comes_before_what_cannot_be_read() -> None:
     name = sorted(each for each in machine.server.objects.data if each.startswith(WAL))[3]
     machine.server.flip_byte(name, len(machine.server.objects.data[name]) // 2, 3)
     sound = 0
-    with pytest.raises(Corrupt):
-        while True:
-            db.get("b", f"{sound:02}", at=seq)
+    with suppress(Corrupt):
+        for number in range(60):
+            db.get("b", f"{number:02}", at=seq)
             sound += 1
     assert 17 < sound < 60
     found: list[str] = []
