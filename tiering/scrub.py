@@ -494,7 +494,7 @@ class Scrub:
         """Whether all that was in it can be read without it: in the log since the newest of the `whole` ones
         below it, or since the beginning. What a clone's parent has counts as read: that is told apart."""
         line = next((each for each in self._lines if checkpoint in [*each.checkpoints]), None)
-        if line is None or not line.whole:
+        if line is None or not line.whole or line.catalogue.hwm < checkpoint.seq:
             return False
         below = [each for each in whole if each.seq < checkpoint.seq]
         base = max(below, key=lambda each: each.seq, default=None)
