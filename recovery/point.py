@@ -114,17 +114,13 @@ def point_of(
 
 
 def _recorded(recorded: Catalogue, fetcher: Fetcher, seq: int) -> CheckpointDescriptor | None:
-    """The newest checkpoint up to `seq` whose index can be read. That one is lost must not end a restore: the
-    log has everything."""
+    """The newest checkpoint up to `seq` whose index can be read."""
     while (found := recorded.checkpoint_not_above(seq)) is not None:
         remote = RemoteCheckpoint(fetcher, found)
-        try:
-            remote.index  # noqa: B018 — read and compared
+        error = remote.why_lost()
+        if error is None:
             return found
-        except (DataError, NotFound) as error:
-            if error.path != remote.path:
-                raise  # all of a parent's archive is
-            _logger.error("a checkpoint of the archive is lost", object=remote.path, error=str(error))
+        _logger.error("a checkpoint of the archive is lost", object=remote.path, error=str(error))
         seq = found.seq - 1
     return None
 

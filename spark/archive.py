@@ -21,6 +21,7 @@ from lowwater.engine.pages import KEY_END, after_prefix, encode_key
 from lowwater.engine.real import RealClock
 from lowwater.engine.state import LOWEST
 from lowwater.errors import InvalidEntry, VersionGone
+from lowwater.logging import get_logger
 from lowwater.spark.columns import schema_of
 from lowwater.spark.jobs import errors_of_tasks
 from lowwater.spark.plan import (
@@ -57,6 +58,8 @@ from lowwater.tiering.shipped_log import Moment
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
+
+_logger = get_logger("spark")
 
 StoreOptions = Mapping[str, str] | None
 
@@ -98,10 +101,16 @@ class Base(NamedTuple):
     opened: tuple[int, ...]
 
     @classmethod
-    def of(cls, fetcher: Fetcher, descriptor: CheckpointDescriptor) -> Base:
-        remote = RemoteCheckpoint(fetcher, descriptor)
-        opened = remote.index.control_body.get("transactions", ())
-        return cls(remote, descriptor, tuple(row[0] for row in opened))
+    def of(cls, fetcher: Fetcher, known: Sequence[CheckpointDescriptor]) -> Base | None:
+        """The last of these whose index can be read."""
+        for descriptor in reversed(known):
+            remote = RemoteCheckpoint(fetcher, descriptor)
+            error = remote.why_lost()
+            if error is None:
+                opened = remote.index.control_body.get("transactions", ())
+                return cls(remote, descriptor, tuple(row[0] for row in opened))
+            _logger.warning("a checkpoint of the archive is lost", object=remote.path, error=str(error))
+        return None
 
     @property
     def since(self) -> Since:
@@ -333,9 +342,10 @@ class Archive(NamedTuple):
         store = open_place(self.pinned.place)
         try:
             fetcher = Fetcher(store, clock=RealClock())
-            if known:
-                base = Base.of(fetcher, known[-1])
-                frames = sum(each.frame_count for each in self.pinned.segments if each.last <= known[-1].seq)
+            base = Base.of(fetcher, known)
+            if base is not None:
+                seq = base.descriptor.seq
+                frames = sum(each.frame_count for each in self.pinned.segments if each.last <= seq)
                 if base.remote.index.row_count * ROW_COST <= frames:
                     return base
             self._require_beginning(fetcher)

@@ -211,7 +211,7 @@ class _Builder:
     def _begin(self, seq: int) -> Base | None:
         """The newest shipped checkpoint up to a seq."""
         known = [each for each in self._pinned.checkpoints if each.seq <= seq and not self._from_segments]
-        return Base.of(self._fetcher, known[-1]) if known else None
+        return Base.of(self._fetcher, known)
 
     def build(self, seq: int) -> Built:
         # One of this very seq is what is to be made.

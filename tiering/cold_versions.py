@@ -1,14 +1,17 @@
 """Reads at a seq of which the local pages know nothing any more: from a shipped checkpoint and the log.
 
 Always true:
-  - the answer is what the log says: the newest checkpoint not above the seq, and of the segments between them
-    every frame that their key indexes have of the key. Slower than a page, and never wrong;
+  - the answer is what the log says: the newest checkpoint not above the seq whose index can be read, and of
+    the segments between them every frame that their key indexes have of the key. Slower than a page, and
+    never wrong;
   - frames of a key that took effect stand in the log in the order in which they did: who commits first wins,
     and everybody else who has written the key is refused. So the newest frame that counts has the answer;
   - a version of a transaction counts from its `commit` on, whose seq and time it has, if nothing has undone
     it before; one of a group from the group's last seq on;
-  - a scan holds in memory the keys that were written since the checkpoint, and values of BATCH_BYTES: those
-    of many keys are read together, in the order in which they lie in the log.
+  - a scan holds in memory the keys that were written since the checkpoint, and values of BATCH_BYTES, or one
+    that is larger: those of many keys are read together, in the order in which they lie in the log;
+  - what cannot be read is the error of its own key: a scan gives all that come before it, and whoever stops
+    there never hears of it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -33,10 +36,13 @@ from lowwater.engine.reader import read_chunks
 from lowwater.engine.records import Object
 from lowwater.engine.ring import Chunk
 from lowwater.engine.transaction_table import Row
-from lowwater.errors import Corrupt, VersionGone
+from lowwater.errors import Corrupt, LowwaterError, VersionGone
+from lowwater.logging import get_logger
 from lowwater.tiering.cold import ColdLog, ShippedSegments
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
+
+_logger = get_logger("cold")
 
 CHECKPOINTS_MAX = 4
 # So many transactions that have ended are remembered, and so many entries that ended some, with all others of
@@ -100,6 +106,8 @@ class ColdVersions:
         self._log = log
         self._lock = threading.Lock()
         self._checkpoints: OrderedDict[int, RemoteCheckpoint] = OrderedDict()
+        self._lost: set[int] = set()
+        """Seqs of checkpoints whose index could not be read."""
         self._ended: OrderedDict[int, Row] = OrderedDict()
         self._ends: OrderedDict[tuple[int, int], dict[int, list[Entry]]] = OrderedDict()
         self._ends_count = 0
@@ -127,18 +135,33 @@ class ColdVersions:
         waiting: deque[_Wanted] = deque()
         read: dict[bytes, Object | None] = {}
         count = BATCH_KEYS_MIN
+        alone_until = b""
+        ended_by: LowwaterError | None = None
         while True:
             with self._fetcher.query():
-                waiting.extend(islice(wanted, max(0, count - len(waiting))))
+                try:
+                    waiting.extend(islice(wanted, max(0, count - len(waiting))))
+                except LowwaterError as error:
+                    ended_by = error  # of the keys after those that wait
                 if not waiting:
+                    if ended_by is not None:
+                        raise ended_by
                     return
                 if waiting[0].key not in read:
-                    is_all = self._read_batch([*waiting][:count], changed, looking, read)
+                    batch = [*waiting][: 1 if waiting[0].key <= alone_until else count]
+                    try:
+                        is_all = self._read_batch(batch, changed, looking, read)
+                    except LowwaterError:
+                        if batch[0].key not in read:
+                            raise
+                        # Nobody has asked for the key that it is of: one by one, that comes in its turn.
+                        alone_until, is_all = batch[-1].key, False
                     count = min(2 * count, BATCH_KEYS_MAX) if is_all else max(1, count // 2)
             found = read.pop(waiting.popleft().key)
             if found is not None:
                 self._fetcher.metrics.used(len(found.value))
                 yield found
+                del found  # or it would be in memory while the next one is read
 
     def _merged(
         self, looking: _Looking, low: bytes, high: bytes, changed: Iterable[bytes]
@@ -185,16 +208,19 @@ class ColdVersions:
         looking: _Looking,
         read: dict[bytes, Object | None],
     ) -> bool:
-        """Read what these keys hold, in the order of the log. Where that is much, only some of them, and the
-        first: False."""
-        size = sum(len(each.value) for each in read.values() if each is not None)
-        for some in (batch[:1], batch[1:]):
-            for key, found in self._read(some, changed, looking, read):
-                read[key] = found
-                size += 0 if found is None else len(found.value)
-                if size > BATCH_BYTES and batch[0].key in read:
-                    return len(read) >= len(batch)
-        return True
+        """Read what the first of these keys holds, and of the others what there is room for, in the order of
+        the log. Whether that is all."""
+        first, *others = batch
+        read.update(self._read([first], changed, looking, read, lambda _: True))
+        held = sum(len(each.value) for each in read.values() if each is not None)
+
+        def fits(value_bytes: int) -> bool:
+            return held + value_bytes <= BATCH_BYTES
+
+        for key, found in self._read(others, changed, looking, read, fits):
+            read[key] = found
+            held += 0 if found is None else len(found.value)
+        return all(each.key in read for each in others)
 
     def _read(
         self,
@@ -202,24 +228,31 @@ class ColdVersions:
         changed: dict[bytes, list[int]],
         looking: _Looking,
         known: Container[bytes],
+        fits: Callable[[int], bool],
     ) -> Iterator[tuple[bytes, Object | None]]:
+        """What keys hold that are not known. A value that does not fit, by its size, is left out."""
         left = {key: list(changed.get(key, ())) for key, _ in batch if key not in known}
         while by_seq := {seqs.pop(): key for key, seqs in left.items() if seqs}:
-            for entry in self._entries(sorted(by_seq)):
-                counted = self._counted(entry, looking)
-                if counted is not None:
-                    key = by_seq[entry.seq]
+            for seq, entry in self._entries(sorted(by_seq), fits):
+                key = by_seq[seq]
+                if entry is None:
                     del left[key]
-                    yield key, self._object_of_entry(looking.bucket, decode_key(key)[1].decode(), counted)
+                elif (counted := self._counted(entry, looking)) is not None:
+                    del left[key]
+                    if fits(_referred_bytes(entry)):
+                        name = decode_key(key)[1].decode()
+                        yield key, self._object_of_entry(looking.bucket, name, counted)
         # Of these the log says nothing that counts.
         rows = [each.row for each in batch if each.key in left and each.row is not None]
         for row in sorted(rows, key=_place_of):
-            yield _key_of(row), self._object_of(row)
+            if row.place is None or fits(row.value_bytes):
+                yield _key_of(row), self._object_of(row)
             del left[_key_of(row)]
         yield from dict.fromkeys(left).items()
 
-    def _entries(self, seqs: list[int]) -> Iterator[Entry]:
-        """The entries with these seqs, which rise. What lies in one block is read once."""
+    def _entries(self, seqs: list[int], fits: Callable[[int], bool]) -> Iterator[tuple[int, Entry | None]]:
+        """The entries with these seqs, which rise; None for those that do not fit. What lies in one block is
+        read once."""
         hwm = self._catalogue.hwm
         at = 0
         while at < len(seqs) and seqs[at] <= hwm:
@@ -227,11 +260,12 @@ class ColdVersions:
             if descriptor is None:
                 raise _no_entry(seqs[at])
             stop = bisect_right(seqs, descriptor.last, at)
-            for seq, frame in self._cold.segment(descriptor).frames_of(seqs[at:stop]):
-                yield decode_payload(seq, frame[FRAME_BYTES:])
+            for seq, frame in self._cold.segment(descriptor).frames_of(seqs[at:stop], fits):
+                yield seq, None if frame is None else next(decode_frames(frame, 0, len(frame), verify=False))
             at = stop
         for seq in seqs[at:]:
-            yield self._entry(seq)
+            entry = self._entry(seq)
+            yield seq, entry if fits(len(entry.value)) else None
 
     def _require_shipped(self, seq: int) -> None:
         if seq > self._catalogue.hwm and self._log is None:
@@ -252,21 +286,38 @@ class ColdVersions:
         return None if looking.base is None else self._of_base(looking, looking.base)
 
     def _look(self, bucket: str, key: str, seq: int) -> _Looking:
-        descriptor = self._catalogue.checkpoint_not_above(seq)
-        if descriptor is None:
+        base = self._base(seq)
+        if base is None:
             return _Looking(bucket, key, seq, None, 0, {})
-        with self._lock:
-            base = self._checkpoints.get(descriptor.seq)
-            if base is None:
-                base = self._checkpoints[descriptor.seq] = RemoteCheckpoint(self._fetcher, descriptor)
-                if len(self._checkpoints) > CHECKPOINTS_MAX:
-                    self._checkpoints.popitem(last=False)
-            self._checkpoints.move_to_end(descriptor.seq)
         opened = {
             txn: Row(txn, snapshot_seq, 0, seq_last, doomed=doomed, undone=tuple(map(tuple, undone)))
             for txn, snapshot_seq, seq_last, doomed, undone in base.index.control_body.get("transactions", [])
         }
         return _Looking(bucket, key, seq, base, base.seq, opened)
+
+    def _base(self, seq: int) -> RemoteCheckpoint | None:
+        """The newest checkpoint not above a seq that can be read."""
+        while (descriptor := self._catalogue.checkpoint_not_above(seq)) is not None:
+            if descriptor.seq not in self._lost:
+                base = self._checkpoint(descriptor)
+                error = base.why_lost()
+                if error is None:
+                    return base
+                # Not asked for again in this life: without it a read is only slower.
+                self._lost.add(descriptor.seq)
+                _logger.warning("a checkpoint of the archive is lost", object=base.path, error=str(error))
+            seq = descriptor.seq - 1
+        return None
+
+    def _checkpoint(self, descriptor: CheckpointDescriptor) -> RemoteCheckpoint:
+        with self._lock:
+            found = self._checkpoints.get(descriptor.seq)
+            if found is None:
+                found = self._checkpoints[descriptor.seq] = RemoteCheckpoint(self._fetcher, descriptor)
+                if len(self._checkpoints) > CHECKPOINTS_MAX:
+                    self._checkpoints.popitem(last=False)
+            self._checkpoints.move_to_end(descriptor.seq)
+            return found
 
     # ------------------------------------------------------------------ frames of the key
 
@@ -445,6 +496,11 @@ class ColdVersions:
 
 def _no_entry(seq: int) -> Corrupt:
     return Corrupt(f"there is no entry {seq}, which has a value that is wanted", seq=seq)
+
+
+def _referred_bytes(entry: Entry) -> int:
+    """How large a value is that lies in another entry; 0 where there is none."""
+    return 0 if entry.extras is None or entry.extras.value_ref is None else entry.extras.value_ref[0]
 
 
 def _key_of(row: CheckpointRow) -> bytes:

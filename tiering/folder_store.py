@@ -6,7 +6,9 @@ Always true:
   - before a write says that an object is there, its name is durable, whoever has made it;
   - `.tmp` holds a lock for each process that writes, and what that is writing begins with the name of the
     lock; what belongs to no lock that is held was left by a crash, and opening the store removes it. It is
-    only removed, never written: a crash after the link leaves an object with two names.
+    only removed, never written: a crash after the link leaves an object with two names;
+  - once it was opened, the folder itself is never made: where it is gone, or a share's is empty, nothing may
+    be mounted there. What somebody has removed in it is made again by the next write.
 
 Where a file system has no hard links, a rename takes their place, and two writers of one name at the same
 moment can both say that they made it: names come from content, so they wrote the same bytes.
@@ -64,6 +66,7 @@ class FolderStore(Handle):
         self._written = 0
         # Directories that are known to be there, durably.
         self._made: set[str] = set()
+        self._is_shared = self.uri.startswith("shared_fs:")
         with self._translated(""):
             self._open(make=make and not read_only)
 
@@ -75,7 +78,7 @@ class FolderStore(Handle):
         with self._translated(name, writing=True):
             there = self._size(path) is not None
             if not there:
-                self._make_directory(parent)
+                self._make_below(parent)
         if not there:
             made = self._write(name, path, counted(parts, size, at(self.uri, name)))
         with self._translated(name, writing=True):
@@ -87,7 +90,7 @@ class FolderStore(Handle):
         path = f"{self._directory}/{name}"
         parent = path.rpartition("/")[0]
         with self._translated(name, writing=True):
-            self._make_directory(parent)
+            self._make_below(parent)
         self._write(name, path, counted(parts, size, at(self.uri, name)), over=True)
         with self._translated(name, writing=True):
             self._files.sync_directory(parent)
@@ -176,6 +179,29 @@ class FolderStore(Handle):
         finally:
             lock.close()
 
+    def _begin(self, parent: str) -> tuple[str, File]:
+        """A new file in `.tmp`. Where somebody has removed that, it is made again, and `parent` too."""
+        try:
+            temporary = self._temporary_path()
+            return temporary, self._files.open(temporary, create=True)
+        except FileNotFoundError:
+            self._made.clear()
+            self._drop_lost_lock()
+        self._make_below(f"{self._directory}/{TEMPORARY}")
+        self._make_below(parent)
+        temporary = self._temporary_path()
+        return temporary, self._files.open(temporary, create=True)
+
+    def _drop_lost_lock(self) -> None:
+        """A lock whose file was removed keeps nobody from taking what is written below it for left over."""
+        with self._mutex:
+            names: list[str] = []
+            with suppress(FileNotFoundError, NotADirectoryError):
+                names = self._files.list(f"{self._directory}/{TEMPORARY}")
+            if self._lock is not None and f"{self._writer}.lock" not in names:
+                self._lock.close()
+                self._lock = None
+
     def _temporary_path(self) -> str:
         """A new name, below the lock of this handle, which is taken for its first write."""
         with self._mutex:
@@ -190,8 +216,7 @@ class FolderStore(Handle):
 
     def _write(self, name: str, path: str, parts: Iterable[Part], *, over: bool = False) -> bool:
         with self._translated(name, writing=True):
-            temporary = self._temporary_path()
-            file = self._files.open(temporary, create=True)
+            temporary, file = self._begin(path.rpartition("/")[0])
         try:
             offset = 0
             for part in parts:  # whose own errors are not the store's
@@ -273,6 +298,19 @@ class FolderStore(Handle):
         finally:
             file.close()
 
+    def _make_below(self, directory: str) -> None:
+        """Make a folder in the store's own, or that one durable."""
+        if directory not in self._made:
+            names = self._files.list(self._directory)
+            if self._is_shared and not names:
+                raise StoreUnavailable(
+                    "the folder is empty, and was not when it was opened",
+                    path=self.uri,
+                    hint="look whether the share is mounted. Where the archive is to begin anew there, open "
+                    "the database again",
+                )
+        self._make_directory(directory)
+
     def _make_directory(self, directory: str) -> None:
         if directory not in self._made:
             self._files.make_directory(directory)
@@ -285,6 +323,9 @@ class FolderStore(Handle):
             yield
         except OSError as error:
             self._made.clear()  # nothing is known of the folders any more
+            if writing and isinstance(error, FileNotFoundError):
+                with suppress(OSError):
+                    self._drop_lost_lock()
             raise self._error(error, name, writing) from error
 
     def _error(self, error: OSError, name: str, writing: bool) -> LowwaterError:
@@ -295,7 +336,11 @@ class FolderStore(Handle):
                     "there is no such folder", path=path, hint="check the path, and that it is mounted"
                 )
             case FileNotFoundError() if writing:
-                return StoreUnavailable("somebody removes folders there", path=path)
+                return StoreUnavailable(
+                    "somebody removes folders there",
+                    path=path,
+                    hint="look whether the folder is there, and mounted: what is missing in it is made again",
+                )
             case FileNotFoundError():
                 return missing(self.uri, name)
             case PermissionError():

@@ -3,7 +3,8 @@
 Always true:
   - the manifests of the catalogue's entries are published in their order, none is skipped, and each when all
     that it records is in this store. What is missing is brought: from the local disk, or from another region.
-    A checkpoint that nobody has any more is gone without: the log has what was in it;
+    A checkpoint that nobody has any more is gone without, below a fed engine after a time in which its other
+    replicas could have brought it: the log has what was in it;
   - `hwm` is that of the newest manifest which was read back here. It counts once nobody was seen to have
     claimed a higher epoch after that.
 """

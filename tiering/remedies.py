@@ -12,6 +12,11 @@ from lowwater.tiering.objects import Manifest
 
 _COPY = "restore it from another copy of the archive, or from an older version that the store has kept"
 _LOCAL = "copy it from the data directory of a node that still has it"
+# Of a checkpoint that is gone, where the log from the one before it on is there.
+REPLACED = (
+    "nothing has to be done: the one before it, or the log, has what was in it, and restores from there take "
+    "longer. A node that has it brings it back; make another with `db.checkpoint()`"
+)
 # What to do where an object of this type is gone.
 HINTS: dict[Type, str] = {
     "cluster": "the next database that ships here writes it again",

@@ -20,7 +20,7 @@ from lowwater.engine.checkpoints import CheckpointRow, StoredCheckpoint
 from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_named
 from lowwater.engine.content import Known
 from lowwater.engine.pages import encode_key, page_key
-from lowwater.errors import Corrupt
+from lowwater.errors import Corrupt, DataError, LowwaterError, NotFound
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 from lowwater.tiering.names import PACKS, checkpoint_name, pack_object_name
 from lowwater.tiering.store import Store, at, read_small
@@ -76,6 +76,17 @@ class RemoteCheckpoint(StoredCheckpoint):
             size = self._descriptor.size
             self._index = self._fetcher.twice(self.name, lambda: size, self._read_index)
         return self._index
+
+    def why_lost(self) -> LowwaterError | None:
+        """What is wrong with its index; None where that can be read. That one is lost must end no restore and
+        no read: the checkpoint before it, or the log, has everything."""
+        try:
+            self.index  # noqa: B018 — read and compared
+        except (DataError, NotFound) as error:
+            if error.path != self.path:
+                raise  # all of a parent's archive is
+            return error
+        return None
 
     def _read_index(self) -> Checkpoint:
         data = self._fetcher.read_whole(self.name, self._descriptor.size)

@@ -497,9 +497,11 @@ class RemoteSegment:
         data = self.frame_at(position)
         return (position, data) if seq_of(data) == seq else None
 
-    def frames_of(self, seqs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """The frames with these seqs, which rise and are all here. Blocks that several lie in are read
-        once."""
+    def frames_of(
+        self, seqs: Sequence[int], fits: Callable[[int], bool] = lambda _: True
+    ) -> Iterator[tuple[int, bytes | None]]:
+        """The frames with these seqs, which rise and are all here; None for those that do not fit, by their
+        size. Blocks that several lie in are read once."""
         offset, data = 0, b""
         for seq in seqs:
             frame = self.frame_after(seq - 1)
@@ -511,12 +513,14 @@ class RemoteSegment:
                 offset, data = self.read_blocks(position, min(position + FRAME_FIXED_BYTES, body_bytes))
             at = position - offset
             end = at + FRAME_BYTES + format.FRAME.unpack_from(data, at)[1]
-            found = data[at:end]
-            if end > len(data):
-                found += self.read(offset + len(data), offset + end)
-            if seq_of(found) != seq:
+            if seq_of(data[at : at + 8]) != seq:
                 raise self._misfit()
-            yield seq, found
+            if not fits(end - at):
+                yield seq, None
+            elif end <= len(data):
+                yield seq, data[at:end]
+            else:
+                yield seq, data[at:] + self.read(offset + len(data), offset + end)
 
     def frames_of_key(self, bucket: bytes, key: bytes) -> Iterator[tuple[int, bytes]]:
         """The frames of a key, or of one with the same checksum, the newest first, with where they begin."""

@@ -38,7 +38,7 @@ from lowwater.tiering.names import (
 )
 from lowwater.tiering.objects import Manifest, Parent, State, decode_cluster, decode_epoch, decode_manifest
 from lowwater.tiering.reached import WRONG, Line, catalogue_objects, follows, read_line
-from lowwater.tiering.remedies import HINTS
+from lowwater.tiering.remedies import HINTS, REPLACED
 from lowwater.tiering.scrub_checkpoints import Looked, add_up
 from lowwater.tiering.scrub_objects import (
     Before,
@@ -112,6 +112,8 @@ class Scrub:
         self._found: list[Finding] = []
         # Those of the range that were looked at, with their sizes.
         self._looked: dict[str, int] = {}
+        # Segments that are gone or damaged.
+        self._unsound: set[str] = set()
 
     @property
     def objects(self) -> int:
@@ -419,6 +421,8 @@ class Scrub:
         ]
         for seen in self._seen(items):
             yield from self._steps(seen)
+            if seen.finding is not None:
+                self._unsound.add(seen.item.name)
 
     def _wanted_segments(self) -> dict[str, WantedSegment]:
         wanted: dict[str, WantedSegment] = {}
@@ -449,11 +453,15 @@ class Scrub:
         }
         self._reached.update(wanted)
         indexes: dict[str, Checkpoint] = {}
+        gone: list[Seen] = []
         for seen in self._seen(
             WantedCheckpoint(name, self._size_of(name), each, owner)
             for name, (each, owner) in wanted.items()
             if self.seqs is None or self.seqs[0] <= each.seq <= self.seqs[1]
         ):
+            if seen.finding is not None and seen.item.listed is None:
+                gone.append(seen)
+                continue
             yield from self._steps(seen)
             if seen.result is not None:
                 indexes[seen.item.name] = seen.result
@@ -466,14 +474,42 @@ class Scrub:
             yield from self._steps(seen)
             if seen.finding is None:
                 sound.add(seen.item.name)
+        # Those with a pack that is not sound were told of.
+        whole = {
+            name: index
+            for name, index in sorted(indexes.items())
+            if sound.issuperset(map(pack_object_name, index.packs))
+        }
+        for seen in gone:
+            descriptor, _ = wanted[seen.item.name]
+            if seen.finding is not None and self._is_replaced(descriptor, [*whole.values()]):
+                finding = seen.finding._replace(severity="warning", hint=REPLACED)
+                yield from self._steps(seen._replace(finding=finding))
+            else:
+                yield from self._steps(seen)
         if self.deep and self._lines:
-            # Those with a pack that is not sound were told of.
-            whole = {
-                name: index
-                for name, index in sorted(indexes.items())
-                if sound.issuperset(map(pack_object_name, index.packs))
-            }
             yield from self._look_at_blocks(whole, {name: each for name, (each, _) in wanted.items()})
+
+    def _is_replaced(self, checkpoint: CheckpointDescriptor, whole: list[Checkpoint]) -> bool:
+        """Whether all that was in it can be read without it: in the log since the newest of the `whole` ones
+        below it, or since the beginning. What a clone's parent has counts as read: that is told apart."""
+        line = next((each for each in self._lines if checkpoint in [*each.checkpoints]), None)
+        if line is None or not line.whole or line.catalogue.hwm < checkpoint.seq:
+            return False
+        below = [each for each in whole if each.seq < checkpoint.seq]
+        base = max(below, key=lambda each: each.seq, default=None)
+        first = 1
+        if base is not None:
+            opened = base.control_body.get("transactions", ())
+            first = min([base.seq + 1, *(row[0] for row in opened)])
+        for each in line.catalogue.segments_from(first):
+            if each.first > checkpoint.seq:
+                break
+            name = segment_name(each)
+            is_here = line.catalogue.epoch_at(each.recorded_seq) >= self._epoch_first
+            if is_here and (name in self._unsound or self._size_of(name) is None):
+                return False
+        return True
 
     def _look_at_blocks(
         self, indexes: dict[str, Checkpoint], descriptors: dict[str, CheckpointDescriptor]

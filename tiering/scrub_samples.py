@@ -3,7 +3,7 @@
 Always true:
   - an object is looked at twice before it is called damaged: the network may have changed what came;
   - what is damaged or gone is written again where its bytes are here, and else is an alarm, until it was seen
-    to be whole again;
+    to be whole again. Not so a checkpoint that is gone: it is told of once, for the log has what was in it;
   - of the time no more than SHARE goes into it, so of the bandwidth neither;
   - a store that does not answer is no damage: it is asked again when the next object is due;
   - once it was stopped, no read begins.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lowwater.engine.catalogue import SegmentDescriptor
+from lowwater.engine.check import Finding
 from lowwater.engine.core import Core
 from lowwater.engine.seams import Task
 from lowwater.errors import InternalError, LowwaterError, NotFound, StoreCorrupt
@@ -32,7 +33,7 @@ from lowwater.tiering.scrub_objects import (
     WantedCheckpoint,
     WantedSegment,
 )
-from lowwater.tiering.ship_checkpoints import bring_object
+from lowwater.tiering.ship_checkpoints import bring_checkpoint, bring_object
 from lowwater.tiering.store import at
 from lowwater.tiering.upload_queue import Stopping
 from lowwater.tiering.verified_writes import write_verified
@@ -76,6 +77,8 @@ class SampleScrub:
         # What is wrong, by its name; looked at in turns with what is drawn.
         self._damaged: dict[str, tuple[Sample, StoreCorrupt]] = {}
         self._is_turn_of_damaged = False
+        # Names of checkpoints that are gone, and were told of.
+        self._gone: set[str] = set()
         self._reading: WatchedStore | None = None
         self._is_stopping = False
         self._task: Task | None = None
@@ -125,14 +128,20 @@ class SampleScrub:
 
     def _look_at(self, sample: Sample) -> None:
         name, known = sample.name, sample.region.known
-        finding = self._look(sample).finding
-        if finding is not None:
+        seen = self._look(sample)
+        if seen.finding is not None:
             known.doubt(name)  # at once: nothing may be purged because of it meanwhile
-            finding = self._look(sample).finding
+            seen = self._look(sample)
+        finding = seen.finding
         if finding is None:
             known.trust(name)
+            self._gone.discard(name)
             if self._damaged.pop(name, None) is not None:
                 _logger.info("an object is whole again", object=at(sample.region.store.uri, name))
+            return
+        if isinstance(seen.item, WantedCheckpoint) and seen.item.listed is None:
+            self._damaged.pop(name, None)
+            self._checkpoint_is_gone(sample, finding)
             return
         self._metrics.failed()
         _logger.error("an object of the archive is damaged", object=finding.where, error=finding.what)
@@ -141,6 +150,15 @@ class SampleScrub:
         if sample.fill():
             del self._damaged[name]
             _logger.info("the object was uploaded again", object=finding.where)
+
+    def _checkpoint_is_gone(self, sample: Sample, finding: Finding) -> None:
+        """No alarm, which nobody could end where no node has it any more: the segments are looked at too."""
+        if sample.fill():
+            _logger.info("the object was uploaded again", object=finding.where)
+        elif sample.name not in self._gone:
+            self._gone.add(sample.name)
+            self._metrics.failed()
+            _logger.warning("a checkpoint of the archive is gone", object=finding.where, seq=finding.seq)
 
     def _look(self, sample: Sample) -> Seen:
         store = self._reading = WatchedStore(sample.region.store)
@@ -191,7 +209,8 @@ class SampleScrub:
             region,
             name,
             lambda size: WantedCheckpoint(name, size, checkpoint, None),
-            lambda: bring_object(self._core, region.store, name, known=region.known),
+            # With its packs: an index is there only when they are.
+            lambda: bring_checkpoint(self._core, region.store, checkpoint, known=region.known),
         )
         packs = list(getattr(self._look(index).result, "packs", {}).items())
         if not packs:

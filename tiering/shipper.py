@@ -46,7 +46,7 @@ from lowwater.metrics import TierMetrics
 from lowwater.tiering.backoff import Backoff
 from lowwater.tiering.names import checkpoint_name, segment_name
 from lowwater.tiering.objects import Parent
-from lowwater.tiering.region import Region
+from lowwater.tiering.region import LOOK_AGAIN_S, Region
 from lowwater.tiering.scrub_samples import SampleScrub
 from lowwater.tiering.ship_checkpoints import CheckpointShipper, bring_checkpoint
 from lowwater.tiering.store import Store, at
@@ -64,6 +64,8 @@ BEFORE_COUNT = Failpoint("ship.before_count")
 
 # Who orders entries may not have come to it yet.
 PROPOSE_AGAIN_S = 1.0
+# How long other replicas have to bring a checkpoint that is not here: each looks once in LOOK_AGAIN_S.
+WAIT_FOR_OTHERS_S = 5 * LOOK_AGAIN_S
 # How long closing may take for a checkpoint that is not shipped yet.
 FINISH_S = 10.0
 # How long who waits sleeps at most, before it looks around.
@@ -131,6 +133,8 @@ class Shipper:
         # A log whose entries somebody else orders is never in another epoch than its other replicas.
         self._claims = isinstance(core, Database)
         self._has_claimed = not self._claims
+        # Since when regions, by their URIs, lack a checkpoint that is not here.
+        self._waiting_since_s: dict[str, float] = {}
         self._lock = threading.Condition()
         self._stepping = threading.Lock()
         self._is_stopping = False
@@ -477,7 +481,7 @@ class Shipper:
             def go_without(checkpoint: CheckpointDescriptor) -> None:
                 name = checkpoint_name(checkpoint)
                 if not self._claims:
-                    raise region.missing(name)  # another replica may have it
+                    self._wait_for_others(region, name)
                 self._metrics.failed()
                 _logger.error(
                     "a checkpoint is neither here nor in the archive any more",
@@ -504,6 +508,7 @@ class Shipper:
                     bytes=len(manifest.encode()),
                     duration_s=round(duration_s, 3),
                 )
+        self._waiting_since_s.pop(region.store.uri, None)
         if not region.counted:
             if region is not self._regions[0]:
                 region.copy_epochs(self._regions[0].store)
@@ -517,6 +522,19 @@ class Shipper:
                 # as before an upload: by whose manifest is the newest.
                 self._claim()
                 region.require_epoch(core.epoch)
+
+    def _wait_for_others(self, region: Region, name: str) -> None:
+        """Another replica may have a checkpoint that is not here, and bring it. All that a region lacks are
+        waited for together, or one that lacks many would be filled again long after. Who brings one later
+        does no harm: its name and bytes are the log's."""
+        now_s = self._clock.monotonic()
+        since_s = self._waiting_since_s.setdefault(region.store.uri, now_s)
+        if now_s < since_s + WAIT_FOR_OTHERS_S:
+            error = region.missing(name)
+            error.hint = (
+                f"another replica may have it, and bring it: after {WAIT_FOR_OTHERS_S:g} s it is gone without"
+            )
+            raise error
 
     def _upload_local(self, region: Region, segment: SegmentDescriptor) -> bool:
         """Have a segment there. False where it is not here any more."""

@@ -14,6 +14,7 @@ from tests.spark.fed import Fed, random_archive
 
 import lowwater
 from lowwater.engine.log import Log
+from lowwater.engine.real import RealClock
 from lowwater.errors import (
     Corrupt,
     InvalidConfig,
@@ -27,10 +28,13 @@ from lowwater.errors import (
     VersionGone,
 )
 from lowwater.spark import plan
+from lowwater.spark.archive import Base
 from lowwater.spark.columns import COLUMNS
 from lowwater.spark.options import parse
 from lowwater.spark.plan import Pinned, Selection, creation_of, parts, piece_bytes, pin, seq_of
 from lowwater.spark.segments import raw_batches
+from lowwater.tiering.fetcher import Fetcher
+from lowwater.tiering.names import checkpoint_name
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.testing.s3_server import S3Server
 
@@ -296,3 +300,23 @@ def test_an_archive_in_s3_reads_as_its_folder(archive: Fed, s3_server: S3Server)
         ]
     assert found[uri] == found[archive.uri]
     assert len(found[uri]) > 400
+
+
+def test_a_state_begins_with_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    """One that is lost costs time: the one before it, or the log, has everything."""
+    (tmp_path / "archive").mkdir()
+    with lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/archive") as db:
+        db.create_bucket("b")
+        for number in range(3):
+            db.put("b", f"{number}", b"x")
+            db.checkpoint()
+            db.ship()
+    pinned = pin(str(tmp_path / "archive"))
+    known = pinned.checkpoints
+    store = open_store(str(tmp_path / "archive"))
+    for count in (len(known), len(known) - 1, 0):
+        for each in known[count:]:
+            store.delete(checkpoint_name(each))
+        base = Base.of(Fetcher(store, clock=RealClock()), known)
+        assert (None if base is None else base.descriptor) == (known[count - 1] if count else None)
+    store.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,60 @@ def test_what_a_crash_left_beside_an_object_is_removed_and_not_written(tmp_path:
     os.link(tmp_path / "a", tmp_path / ".tmp" / "left-1")
     assert open_store(str(tmp_path)).read("a") == b"kept"
     assert not (tmp_path / ".tmp" / "left-1").exists()
+
+
+@pytest.mark.parametrize("scheme", ["file", "shared_fs"])
+def test_what_somebody_has_removed_in_a_folder_is_made_again(tmp_path: Path, scheme: str) -> None:
+    """By the next write, also of a store that is open; and what is being written is left alone again."""
+    uri = f"{scheme}://{tmp_path}"
+    store = open_store(uri)
+    for kept in (False, True):
+        assert put(store, "a/b", b"one")
+        for each in tmp_path.iterdir():
+            shutil.rmtree(each)
+        if kept or scheme == "shared_fs":
+            (tmp_path / "something").write_bytes(b"")
+        if kept:
+            (tmp_path / ".tmp").mkdir()  # as whoever opens it makes it
+            with suppress(StoreUnavailable):
+                put(store, "a/b", b"one")
+        assert put(store, "a/c", b"two")
+        assert store.read("a/c") == b"two"
+
+        def parts() -> Iterator[bytes]:
+            yield b"thr"
+            open_store(uri).close()
+            yield b"ee"
+
+        assert store.write("a/d", parts(), size=5)
+        (tmp_path / "something").unlink(missing_ok=True)
+        store.delete("a/b")
+        store.delete("a/c")
+        store.delete("a/d")
+
+
+def test_a_folder_that_is_gone_is_not_made_by_a_store_that_is_open(tmp_path: Path) -> None:
+    """Below a mount point the history would go to the disk of this machine."""
+    for scheme in ("file", "shared_fs"):
+        folder = tmp_path / scheme
+        folder.mkdir()
+        store = open_store(f"{scheme}://{folder}")
+        assert put(store, "a/b", b"one")
+        shutil.rmtree(folder)
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                put(store, "c/d", b"two")
+        assert not folder.exists()
+        folder.mkdir()
+        if scheme == "file":
+            assert put(store, "c/d", b"two")
+        for _ in range(3):
+            if scheme == "shared_fs":
+                with pytest.raises(StoreUnavailable, match="empty") as caught:
+                    put(store, "c/d", b"two")
+                assert "mounted" in str(caught.value.hint)
+        assert store.uri.startswith(scheme)
+        assert list(folder.iterdir()) if scheme == "file" else not list(folder.iterdir())
 
 
 def test_a_share_that_is_not_mounted_is_no_empty_store(tmp_path: Path) -> None:

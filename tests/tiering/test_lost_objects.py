@@ -7,10 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from tests.tiering.shipping import archived, objects_of, shared, tier_options
+from tests.tiering.shipping import FedMachine, archived, objects_of, shared, tier_options
 from tests.tiering.test_shipper import fill, new_machine
 
 from lowwater.chaos.store import Fault
+from lowwater.engine.entries import CreateBucket, Put
 from lowwater.engine.failpoints import registry
 from lowwater.errors import DataError, LowwaterError, StoreUnavailable
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
@@ -268,6 +269,60 @@ def test_what_is_neither_here_nor_there_keeps_nothing_else_from_an_archive() -> 
     machine.db.checkpoint()
     machine.db.ship()
     scrub = Scrub(MemoryStore(objects=machine.server.objects), deep=True)
-    told = [each.what for each in scrub.findings() if each.severity == "error"]
-    assert told == ["the checkpoint is gone"] * (len(shipped) - len(kept))
+    told = [(each.severity, each.what) for each in scrub.findings() if each.severity != "note"]
+    assert told == [("warning", "the checkpoint is gone")] * (len(shipped) - len(kept))
+    machine.db.close()
+
+
+def test_what_was_in_a_checkpoint_that_is_nowhere_is_read_from_the_log() -> None:
+    """Nor is it an alarm, which nobody could end: it is told of once."""
+    machine = new_machine(options=tier_options(shipping={"scrub_interval_s": 600.0}))
+    had = {}
+    for number in range(0, 400, 80):
+        fill(machine, number, 80)
+        machine.db.checkpoint()
+        machine.db.ship()
+        machine.db.put("b", "00000", b"%d" % number)
+        had[machine.db.marks().applied] = (b"%d" % number, number + 80)
+    machine.db.ship()
+    wipe(machine.server.objects, {})
+    machine.later(200)
+    machine.db.move_horizon(machine.db.marks().applied)
+    machine.db.flush()
+    for seq, (value, count) in had.items():
+        assert machine.db.get("b", "00000", at=seq).value == value
+        assert len([*machine.db.scan("b", at=seq)]) == count
+    errors = machine.db.metrics().get_sample_value("storage_s3_shipping_errors_total")
+    for _ in range(150):
+        machine.idle(600.0)
+    status = machine.db.shipping()
+    assert (status.state, status.alarm) == ("idle", None)
+    told = machine.db.metrics().get_sample_value("storage_s3_shipping_errors_total") - errors
+    assert told == len(machine.db.catalogue.checkpoints) - len(machine.db.checkpoints())
+    machine.db.close()
+
+
+def test_a_fed_engine_fills_an_archive_though_some_of_its_checkpoints_are_nowhere() -> None:
+    """Other replicas have a while to bring them; then it goes on without."""
+    machine = FedMachine(options=tier_options())
+    machine.open()
+    machine.order.engines.append(machine.db)
+    machine.order.order(CreateBucket("b"))
+    for number in range(5):
+        for each in range(80):
+            machine.order.order(Put("b", f"{number}{each:03}", bytes(700)))
+        machine.db.create_checkpoint()
+        machine.later(40)
+        machine.db.ship(timeout=60)
+    assert len(machine.db.checkpoints()) < len(machine.db.catalogue.checkpoints)
+    wipe(machine.server.objects, {})
+    machine.later(150)
+    status = machine.db.shipping()
+    assert status.alarm is not None
+    assert "another replica may have it" in str(status.alarm.hint)
+    machine.later(600)
+    status = machine.db.shipping()
+    assert (status.state, status.alarm, status.regions[0].hwm) == ("idle", None, status.hwm)
+    seq = machine.order.order(Put("b", "new", b"x"))
+    assert machine.db.ship(timeout=100) >= seq
     machine.db.close()

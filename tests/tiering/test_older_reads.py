@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import lowwater
 from lowwater.chaos.store import Fault, FaultyStore
 from lowwater.engine.database import Database
 from lowwater.engine.reading import Reading
-from lowwater.errors import InputError, NotFound, RetryError, VersionGone
-from lowwater.tiering import fetcher
+from lowwater.errors import Corrupt, InputError, NotFound, RetryError, VersionGone
+from lowwater.tiering import cold_versions, fetcher
+from lowwater.tiering.names import WAL
 
 PURGING = tier_options(retention={"age_max_s": 1.0, "check_interval_s": 1.0})
 
@@ -237,6 +240,76 @@ def test_without_an_archive_they_are_gone(tmp_path: Any) -> None:
         for call in (lambda: db.get("b", "k", at=seq), lambda: db.root(seq), lambda: db.scan("b", at=seq)):
             with pytest.raises(VersionGone):
                 call()
+
+
+def test_a_scan_gives_what_comes_before_what_cannot_be_read() -> None:
+    """Values of many keys are read together, and whoever stops before a damaged one never hears of it."""
+    machine = TieredMachine(servers=[FaultyStore()], options=PURGING)
+    db: Any = machine.open()
+    db.move_horizon(1)
+    db.create_bucket("b")
+    rng = random.Random(1)
+    for number in range(60):
+        db.put("b", f"{number:02}", rng.randbytes(7000))
+    db.checkpoint()
+    seq = db.marks().applied
+    db.ship()
+    for number in range(60):
+        db.put("b", f"{number:02}", b"new")
+    db.checkpoint()
+    db.move_horizon(db.marks().applied)
+    for _ in range(2):
+        db.ship()
+        db.flush()
+        machine.later(20)
+        db.put("b", "zz", bytes(100_000))
+    assert db.marks().purged >= seq
+    name = sorted(each for each in machine.server.objects.data if each.startswith(WAL))[3]
+    machine.server.flip_byte(name, len(machine.server.objects.data[name]) // 2, 3)
+    sound = 0
+    with suppress(Corrupt):
+        for number in range(60):
+            db.get("b", f"{number:02}", at=seq)
+            sound += 1
+    assert 17 < sound < 60
+    found: list[str] = []
+    with pytest.raises(Corrupt):
+        found.extend(each.key for each in db.scan("b", at=seq))
+    assert found == [f"{number:02}" for number in range(sound)]
+    for count in range(sound + 1):
+        assert len([*islice(db.scan("b", at=seq), count)]) == count
+    db.close()
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 2000, 30_000])
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_a_scan_gives_values_that_are_larger_than_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, batch_bytes: int, with_checkpoint: bool
+) -> None:
+    """In their turn, also those that were copied."""
+    monkeypatch.setattr(cold_versions, "BATCH_BYTES", batch_bytes)
+    machine = TieredMachine(servers=[FaultyStore()], options=PURGING)
+    db: Any = machine.open()
+    db.create_bucket("b")
+    rng = random.Random(2)
+    keys = [f"{number:02}" for number in range(80)]
+    rng.shuffle(keys)
+    for key in keys:
+        db.put("b", key, rng.randbytes(rng.choice([0, 5, 900, 5000, 40_000])))
+    for key in keys[:20]:
+        db.copy("b", key, "b", f"{key} copied")
+    if with_checkpoint:
+        db.checkpoint()
+    db.put("b", keys[0], b"after it")
+    seq = db.marks().applied
+    expected = [(each.key, each.value, each.seq) for each in db.scan("b")]
+    for key in keys:
+        db.put("b", key, b"new")
+    db.ship()
+    db.move_horizon(db.marks().applied)
+    db.flush()
+    assert [(each.key, each.value, each.seq) for each in db.scan("b", at=seq)] == expected
+    db.close()
 
 
 def _units_read(db: Any) -> float:

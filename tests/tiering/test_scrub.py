@@ -192,6 +192,20 @@ def test_a_parent_that_is_gone_is_found_though_the_log_lacks_its_entry() -> None
     second.db.close()
 
 
+def test_a_checkpoint_that_is_gone_is_a_warning_where_the_log_has_what_was_in_it() -> None:
+    """A restore takes longer without it. Where the log has a hole, nothing else has it."""
+    objects = whole_archive()
+    found = types_in(objects)
+    checkpoint, segment = min(found["checkpoint"]), min(found["segment"])
+    objects.remove(checkpoint)
+    for deep in (False, True):
+        (only,) = told(objects, deep=deep)
+        assert (only.severity, only.what) == ("warning", "the checkpoint is gone")
+        assert names_it(only, checkpoint)
+    objects.remove(segment)
+    assert {each.what for each in errors(objects)} >= {"the checkpoint is gone", "the segment is gone"}
+
+
 def test_an_object_of_another_size_is_found_without_reading_it() -> None:
     for kind, found in types_in(whole_archive()).items():
         objects = whole_archive()
