@@ -218,9 +218,9 @@ def test_a_file_of_a_log_is_read_as_columns(tmp_path: Path, stored: str) -> None
     with lowwater.Log.open(tmp_path) as log:
         for number in range(200):
             log.append(Put("b", f"k{number:03}", bytes(number)))
-        rows = [as_row(entry) for entry in log.read()]
         if stored != "current":
             log.seal()
+        rows = [as_row(entry) for entry in log.read()]
     (path,) = tmp_path.glob("current.log" if stored == "current" else "segment-*")
     if stored == "compressed":
         with (tmp_path / "stored").open("wb") as file:
