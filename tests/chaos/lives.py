@@ -586,7 +586,7 @@ class World:
 
     def scrub(self) -> None:
         with self.line.calm():
-            archived(self.server)
+            archived(self.server, lies=True)
             self.seen["scrubs"] += 1
 
     def _forget(self, life: Life) -> None:
@@ -618,7 +618,7 @@ class World:
         assert line.db.shipping().state == "idle", line.db.shipping()
         root = line.db.root()
         line.close()
-        archived(self.server)
+        archived(self.server, lies=True)
         last = Life(self, self.directory())
         last.has_rival = line.has_rival
         done = self._restore(last, None, full=True)
