@@ -107,7 +107,7 @@ class AwayPages:
     def __init__(self, blocks: BlockSource | None, *, path: str, pool_bytes_max: int) -> None:
         self._blocks = blocks
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call too
         self._flights: dict[bytes, _Flight] = {}
         self._held: dict[bytes, _Held] = {}
         self._returning: dict[bytes, tuple[bytes, Page]] = {}

@@ -29,11 +29,13 @@ from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.due import DUE_MAX
 from lowwater.engine.entries import Abort, Begin, Commit, Control, Copy, Write, decode_payload
 from lowwater.engine.format import Kind
+from lowwater.engine.interrupts import to_the_end
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import configured, open_parts
 from lowwater.engine.orchestrator import Orchestrator, Outcome
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
+from lowwater.engine.pieces import Piece
 from lowwater.engine.reading import Reading
 from lowwater.engine.redelivery import HeldFrames
 from lowwater.engine.replay import Progress
@@ -228,16 +230,21 @@ class Engine(Reading):
                     txn_seq_before=before,
                 )
         seqs = range(seq - len(members) + 1, seq + 1)
+        made: list[Piece] = []
         doomed_before = state.transactions.doomed
         try:
-            pieces = self._wal.enqueue(lambda _: (seqs, payloads))
+            pieces = self._wal.enqueue(lambda _: (seqs, payloads), made=made)
             if chain.is_empty:
                 self._begin()
             self._apply_placed(pieces, chain)
         except BaseException as error:
             # Ctrl-C may come when they are ordered, and nobody has said so yet.
             if self._wal.chain is not chain:
-                self._fail_unapplied(error)
+                try:
+                    self._mend(error, made, chain)
+                except BaseException:
+                    to_the_end(self._mend, error, made, chain)
+                    raise
             raise
         measured = self.measured
         measured.conflicts += state.transactions.doomed - doomed_before + (refusal is Refusal.CONFLICT)
@@ -383,11 +390,10 @@ class Engine(Reading):
                 "the orchestrator took no entry", kind=kind, path=self.directory, error=str(error)
             )
 
-    def close(self) -> None:
-        """Bring everything into pages and let the directory go."""
+    def _close(self) -> None:
         if self._upkeep_task is not None:
             self._upkeep_task.stop()
-        super().close()
+        super()._close()
         with self._checkpoint_came:
             self._checkpoint_came.notify_all()
 

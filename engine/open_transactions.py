@@ -36,26 +36,34 @@ class Held:
         self.ended = self.was_too_old = False
         self.why, self.hint = "this transaction has ended", "begin another one"
         self._database = database
-        database._open_transactions.add(self)
+        self._is_pinned = True
         self.snapshot_seq = database._pin(None)
         self.spill = Spill(database, self.snapshot_seq)
+        database._open_transactions.add(self)
 
     def end(self, *, committed: bool = False) -> None:
         with self.using:
-            if self.ended:
-                return
-            self.ended = True
             database = self._database
-            if committed:
-                database.measured.transactions_committed += 1
-            else:
-                database.measured.transactions_aborted += 1
-            try:
-                self.spill.end()
-            finally:
+            if not self.ended:
+                self.ended = True
+                if committed:
+                    database.measured.transactions_committed += 1
+                else:
+                    database.measured.transactions_aborted += 1
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Where an interrupt cuts it short, the background does it again."""
+        database = self._database
+        try:
+            self.spill.end()
+        finally:
+            # In this order: what is unpinned twice would be somebody else's.
+            is_pinned, self._is_pinned = self._is_pinned, False
+            if is_pinned:
                 database._state.unpin(self.snapshot_seq)
-                database._locks.release_all(self)
-                database._open_transactions.discard(self)
+            database._locks.release_all(self)
+            database._open_transactions.discard(self)
 
 
 class OpenTransactions:
@@ -86,7 +94,9 @@ class OpenTransactions:
         for held in list(self._held):
             age_s = now_s - held.began_s
             is_too_old = self._age_max_s is not None and age_s >= self._age_max_s
-            if held.is_forgotten or is_too_old:
+            if held.ended:
+                self._end_again(held)
+            elif held.is_forgotten or is_too_old:
                 self._end(held, age_s)
         is_empty = not self._held
         # Short ones come and go: to be woken for each would cost more than to look once a while.
@@ -96,6 +106,14 @@ class OpenTransactions:
             return 0 if self._held else None
         self._was_empty = is_empty
         return LOOK_AFTER_S
+
+    def _end_again(self, held: Held) -> None:
+        """What an interrupt has left of its end."""
+        if held.using.acquire(blocking=False):
+            try:
+                held.end()
+            finally:
+                held.using.release()
 
     def _end(self, held: Held, age_s: float) -> None:
         if not held.using.acquire(blocking=False):

@@ -63,6 +63,7 @@ class Reading(Core):
 
     def _newest_here(self, bucket: str, key: str, reader: PlaceReader | None = None) -> Object | None:
         """The same for who holds no lock: where the page is away, it is read."""
+        self._refuse_inside()
         return self._state.away.call(lambda: self._newest(bucket, key, reader))[0]
 
     def _copied(self, bucket: str, key: str, row: Row | None = None) -> Copied:
@@ -219,6 +220,7 @@ class Reading(Core):
 
     def _pin(self, at: At | None, wait_s: float | None = None) -> int:
         """Pin a moment that can be read, and wait until what it shows is durable."""
+        self._refuse_inside()
         state = self._state
         timeout_s = timeout_of(wait_s)
         if isinstance(at, datetime):

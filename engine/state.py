@@ -8,6 +8,8 @@ Always true:
     is decided for a page, or a record, with the lock: the answer is one moment's;
   - versions at or above `floor` can be read: dropping one that a pin or the horizon needs is a bug;
   - what a read returns may rest on entries that are not durable yet: `rests_on` says up to which;
+  - an interrupt may come between any two steps: `mend` completes what is under way, and the entries above
+    `applied` are applied once more then;
   - a call that needs a page that is away raises PageAway before anything has changed: `away.call` reads the
     page, without the lock, and calls again. Scans do that themselves.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter
@@ -30,7 +33,7 @@ from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
 from lowwater.engine.due import DUE_MAX, Due
 from lowwater.engine.entries import decode_body, decode_payload
-from lowwater.engine.fast import put_changes
+from lowwater.engine.fast import Begun, Superseded, put_changes
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.pages import (
@@ -43,7 +46,7 @@ from lowwater.engine.pages import (
     encode_key,
 )
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.ranges import Layout, Range, RangeMap, add_older
+from lowwater.engine.ranges import Layout, Range, RangeMap, add_older, add_older_once, records_in
 from lowwater.engine.records import (
     Object,
     PageVersion,
@@ -139,6 +142,9 @@ class State:
         self.transactions = TransactionTable()
         self.keeps_older = False
         self.dirty_bytes = 0
+        # What `_put` is about to note of its changes, for who has to do it where an interrupt comes.
+        self._putting: tuple[Superseded, Begun] | None = None
+        self._mends = False
         self.clean = CleanPages()
         self.keeps_clean = True  # until it is closing, when nobody will read them
         self.limit_clean()
@@ -216,15 +222,20 @@ class State:
         """New versions. `frame_seq` is the seq of their frame where it is not theirs, as in a group. `keeps`
         what they supersede, whoever reads it: what a transaction writes may never count."""
         lows, ranges = self.map.view
-        left_bytes, left_count, older, begun = put_changes(
-            lows, ranges, keys, records, self.keeps_older or keeps
+        older: Superseded = []
+        begun: Begun = []
+        self._putting = older, begun
+        left_bytes, left_count = put_changes(
+            lows, ranges, keys, records, self.keeps_older or keeps, older, begun
         )
-        for place, key, before in older:
-            add_older(place.older, key, before)
+        if older:
+            add = add_older_once if self._mends else add_older
+            for place, key, before in older:
+                add(place.older, key, before)
         for place, record in begun:
             if not place.rec_seq:
-                place.rec_seq = frame_seq or seq_of(record)
                 place.since_s = self.now_s()
+                place.rec_seq = frame_seq or seq_of(record)
         added = sum(map(len, records)) - left_bytes + RECORD_OVERHEAD_BYTES * (len(records) - left_count)
         self.dirty_bytes += added
         # Whoever sees one of the changes waits for the lock first, and then finds nothing older here.
@@ -232,6 +243,35 @@ class State:
             if ready:
                 for key in keys:
                     ready.pop(key, None)
+        self._putting = None
+
+    @contextmanager
+    def mended(self) -> Iterator[None]:
+        """With the lock, after an interrupt while entries were applied: in the block those that are not are
+        applied again, which does no harm where a part of it was done. It may be repeated."""
+        self._mends = True
+        try:
+            if self._putting is not None:
+                for place, key, before in self._putting[0]:
+                    add_older_once(place.older, key, before)
+                self._putting = None
+            self._mend_ranges()
+            yield
+            self._mend_ranges()
+            self.decide_keeping()
+        finally:
+            self._mends = False
+
+    def _mend_ranges(self) -> None:
+        size = 0
+        for each in self.map.ranges:
+            if each.dirty and not each.rec_seq:
+                each.since_s = self.now_s()
+                each.rec_seq = self.applied + 1  # what was applied before has its range known
+            for records, older in ((each.dirty, each.older), (each.frozen or {}, each.frozen_older)):
+                held = [*records.values(), *chain.from_iterable(map(records_in, older.values()))]
+                size += sum(map(len, held)) + RECORD_OVERHEAD_BYTES * len(held)
+        self.dirty_bytes = size
 
     def _apply_bucket(self, key: bytes, record: Record) -> None:
         bucket = key[1:].decode()
@@ -449,10 +489,12 @@ class State:
 
     def unpin(self, seq: int) -> None:
         with self.lock:
-            count = self._pins.pop(seq) - 1
+            # Without a call: an interrupt finds it done or not.
+            count = self._pins[seq] - 1
             if count:
                 self._pins[seq] = count
             else:
+                del self._pins[seq]
                 self.keeping.exact_pins.discard(seq)
             self.decide_keeping()
 
