@@ -53,6 +53,7 @@ from lowwater.engine.tier import OlderVersions, ShippingStatus, Tier
 from lowwater.engine.transaction_table import load_table
 from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.values import ValueReader, segments_of
+from lowwater.engine.waiting import Condition, Event
 from lowwater.errors import (
     Busy,
     Closed,
@@ -196,12 +197,13 @@ class Core:
         )
         self._closing = self._closed = False
         self._ending = threading.Lock()
+        self._closes_aside = False
         # Who waits for a seq sleeps on this. Writers look at the number without the lock: who comes later
         # sees what they have applied.
-        self._applied_more = threading.Condition(state.lock)
+        self._applied_more = Condition(state.lock)
         self._waiting_readers = 0
         self._stepping = threading.Lock()
-        self._pause = threading.Event()  # nobody sets it
+        self._pause = Event()  # nobody sets it
         self._paused_s = 0.0
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
@@ -653,6 +655,11 @@ class Core:
         if self._state.lock._is_owned():  # type: ignore[attr-defined]
             raise busy(self._log.directory)
 
+    def _refuse_in_handler(self) -> None:
+        """The same for what asks an object store, where locks are held in many places."""
+        if is_in_handler():
+            raise busy(self._log.directory)
+
     def _await(self, seq: int) -> None:
         """Return once an answer that rests on `seq` can be given."""
         if self._wal.durable_seq < seq:
@@ -689,8 +696,8 @@ class Core:
             with state.lock:
                 self._applied_more.notify_all()
         if state.dirty_bytes > self._looked_at_bytes or self._flusher.sweep_is_due:
-            self._looked_at_bytes = state.dirty_bytes + LOOK_AFTER_BYTES
             self._task.wake()
+            self._looked_at_bytes = state.dirty_bytes + LOOK_AFTER_BYTES
         if state.checkpoints_due:
             self._checkpoint_task.wake()
 
@@ -773,7 +780,7 @@ class Core:
         """Give the complete segments their footers, which the background would do too."""
         if not all(each.sealed for each in self.complete_segments()):
             with typed_errors(self.directory, "seal a segment"):
-                self._wal.store.seal_all()
+                self._seams.runner.apart(self._wal.store.seal_all)
 
     def call_when_sealed(self, call: Callable[[], None]) -> None:
         self._wal.store.on_sealed = call
@@ -799,7 +806,9 @@ class Core:
         self._require_open()
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
             raise InputError(f"timeout is {timeout!r:.80}", hint="give seconds, or None")
-        return self._require_tier().ship(timeout)
+        tier = self._require_tier()
+        self._refuse_in_handler()
+        return tier.ship(timeout)
 
     def shipping(self) -> ShippingStatus:
         """How far shipping is, and what is in its way."""
@@ -1023,10 +1032,16 @@ class Core:
             self._closed = True
             return
         runner = self._seams.runner
-        if is_in_handler():
-            runner.start_call("close", self.close)
-        else:
+        if not is_in_handler():
             runner.apart(self._close_once)
+        elif not self._closes_aside:
+            # Of two signals in a row the second handler may have interrupted the first one in here.
+            self._closes_aside = True
+            try:
+                runner.start_call("close", self.close)
+            except BaseException:
+                self._closes_aside = False
+                raise
 
     def _close_once(self) -> None:
         with self._ending:  # whoever comes second returns when it is closed

@@ -15,7 +15,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
@@ -59,6 +59,7 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 
 _new = tuple.__new__
+T = TypeVar("T")
 # Makes payloads, given the chain that they will follow and their time.
 Encode = Callable[[Chain, int], list[bytes]]
 _pack_fixed = format.FIXED.pack
@@ -196,8 +197,12 @@ class Database(Reading):
 
     def _write_apart(self, *args: Any, **kwargs: Any) -> int:
         """`_write` where no interrupt comes: for entries of which a part cannot be applied again."""
+        return self._apart(lambda: self._write(*args, **kwargs))
+
+    def _apart(self, call: Callable[[], T]) -> T:
+        """Write where no interrupt comes. Raises Busy to a signal handler that would wait for its thread."""
         self._refuse_reentry()
-        return self._seams.runner.apart(lambda: self._write(*args, **kwargs))
+        return self._seams.runner.apart(call)
 
     def _queue(
         self,
@@ -222,8 +227,12 @@ class Database(Reading):
                 return self._commit(encode, keys, timeout_s, puts)
 
         # Without a condition nothing is read.
-        ticket = order() if decide is None else state.away.call(order)
-        self._wake_flusher()
+        try:
+            ticket = order() if decide is None else state.away.call(order)
+            self._wake_flusher()
+        except BaseException:
+            self._wake_flusher()  # an interrupt may have come when it was applied, and nobody told
+            raise
         return ticket
 
     def create_bucket(self, bucket: str, exist_ok: bool = False) -> int:

@@ -54,6 +54,7 @@ from lowwater.engine.requests import (
 from lowwater.engine.seams import Task
 from lowwater.engine.sessions import RequestId
 from lowwater.engine.upkeep import Upkeep
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     InputError,
     InvalidEntry,
@@ -98,7 +99,8 @@ class Engine(Reading):
         settings = configured(data, config)
         wanted = log_options or settings.log_options
         self._orchestrator = orchestrator
-        self._checkpoint_came = threading.Condition()
+        self._checkpoints_lock = threading.RLock()
+        self._checkpoint_came = Condition(self._checkpoints_lock)
         self._upkeep_task: Task | None = None
 
         def begin(log: Log, pages: PageStore, found: Seams) -> None:
@@ -178,7 +180,7 @@ class Engine(Reading):
         if refusal is Refusal.REPEATED:
             return self._first_outcome(seq, session_of(members))
         if asks_for_checkpoint:
-            with self._checkpoint_came:
+            with self._checkpoints_lock:
                 self._checkpoint_came.notify_all()
         return Outcome(seq, refusal)
 
@@ -336,15 +338,18 @@ class Engine(Reading):
         state = self._state
         seq_before = state.checkpoint_seq
         deadline_s = None if timeout_s is None else self._now_s() + timeout_s
+
+        def has_come() -> bool:
+            return state.checkpoint_seq > seq_before or self._closed or self._failure is not None
+
         while True:
             self._want_checkpoint_entry()
             wait_s = PROPOSE_AGAIN_S if deadline_s is None else deadline_s - self._now_s()
-            with self._checkpoint_came:
-                if self._checkpoint_came.wait_for(
-                    lambda: state.checkpoint_seq > seq_before or self._closed or self._failure is not None,
-                    max(0.0, min(wait_s, PROPOSE_AGAIN_S)),
-                ):
-                    break
+            with self._checkpoints_lock:
+                if not has_come():
+                    self._checkpoint_came.wait(min(wait_s, PROPOSE_AGAIN_S))
+            if has_come():
+                break
             if deadline_s is not None and self._now_s() >= deadline_s:
                 raise TimedOut("the checkpoint entry was proposed, and has not come", path=self.directory)
         self._require_writable()
@@ -394,7 +399,7 @@ class Engine(Reading):
         if self._upkeep_task is not None:
             self._upkeep_task.stop()
         super()._close()
-        with self._checkpoint_came:
+        with self._checkpoints_lock:
             self._checkpoint_came.notify_all()
 
 

@@ -103,7 +103,7 @@ def count_below(codes: Container[CodeType], end: CodeType) -> int:
 
 def is_in_handler() -> bool:
     """Whether a signal handler calls, which has interrupted this package in the middle of something."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident:
         return False
     frame: FrameType | None = sys._getframe(1)
     handles = False

@@ -50,6 +50,7 @@ from lowwater.engine.lmdb_file import (
 from lowwater.engine.pagestore import FULL, check_write, write_failure
 from lowwater.engine.real import RealFiles
 from lowwater.engine.swap import DATA, LOCK, finish_swap
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     Busy,
     Closed,
@@ -104,7 +105,7 @@ class Gate:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lock = threading.RLock()  # a signal handler may read too
-        self._condition = threading.Condition(self._lock)
+        self._condition = Condition(self._lock)
         self._inside: set[object] = set()
         self._waiting = 0
         self._shut = False
@@ -127,7 +128,7 @@ class Gate:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody is behind the gate while the block runs. Only one thread at a time may ask for that."""
-        with self._condition:
+        with self._lock:
             assert not self._shut, "two threads shut the gate"
             self._shut = True
             try:
@@ -140,7 +141,7 @@ class Gate:
         try:
             yield
         finally:
-            with self._condition:
+            with self._lock:
                 self._shut = False
                 self._condition.notify_all()
 

@@ -169,6 +169,7 @@ class Log:
         self._cold: ColdSource | None = None
         self._age_task = None
         self._ending = threading.Lock()
+        self._closes_aside = False
         if options.segment_age_max_s is not None:
             self._age_task = seams.runner.start("log-age", self._age_step)
             self._age_task.wake()
@@ -539,10 +540,16 @@ class Log:
         """Write and sync what was queued, and let the directory go. In a signal handler that has interrupted
         another call it is closed in the background, and the program does not end before that."""
         runner = self._seams.runner
-        if is_in_handler():
-            runner.start_call("close", self.close)
-        else:
+        if not is_in_handler():
             runner.apart(self._close)
+        elif not self._closes_aside:
+            # Of two signals in a row the second handler may have interrupted the first one in here.
+            self._closes_aside = True
+            try:
+                runner.start_call("close", self.close)
+            except BaseException:
+                self._closes_aside = False
+                raise
 
     def _close(self) -> None:
         with self._ending:  # whoever comes second returns when it is closed

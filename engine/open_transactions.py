@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from lowwater.engine.spill import Spill
 from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
     from lowwater.engine.database import Database
+    from lowwater.engine.transactions import Transaction
 
 _logger = get_logger("transactions")
 
@@ -27,19 +29,24 @@ LOOK_AFTER_S = 1.0
 class Held:
     """What one transaction holds. It does not know its handle, so that one can be forgotten."""
 
-    def __init__(self, database: Database, started: int) -> None:
+    def __init__(self, database: Database, started: int, handle: Transaction) -> None:
         self.started = started  # the younger gives way
+        self._handle = ref(handle)
         self.began_s = database.seams.clock.monotonic()
         # By whoever ends it, and by its owner while nobody else may.
         self.using = threading.RLock()
-        self.is_forgotten = False
         self.ended = self.was_too_old = False
         self.why, self.hint = "this transaction has ended", "begin another one"
         self._database = database
-        self._is_pinned = True
-        self.snapshot_seq = database._pin(None)
+        self._pin = database._pin(None)
+        self.snapshot_seq = self._pin.seq
         self.spill = Spill(database, self.snapshot_seq)
         database._open_transactions.add(self)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody has the handle any more. No `__del__` says so, which could be interrupted."""
+        return self._handle() is None
 
     def end(self, *, committed: bool = False) -> None:
         with self.using:
@@ -58,12 +65,9 @@ class Held:
         try:
             self.spill.end()
         finally:
-            # In this order: what is unpinned twice would be somebody else's.
-            is_pinned, self._is_pinned = self._is_pinned, False
-            if is_pinned:
-                database._state.unpin(self.snapshot_seq)
+            database._state.unpin(self._pin)
             database._locks.release_all(self)
-            database._open_transactions.discard(self)
+        database._open_transactions.discard(self)
 
 
 class OpenTransactions:
@@ -80,7 +84,6 @@ class OpenTransactions:
     def add(self, held: Held) -> None:
         self._held[held] = None
         if not self._is_looking:
-            self._is_looking = True
             self._task.wake()
 
     def discard(self, held: Held) -> None:
@@ -90,6 +93,7 @@ class OpenTransactions:
         self._task.stop()
 
     def _step(self) -> float | None:
+        self._is_looking = True  # said by nobody else: who was to wake this may be interrupted before
         now_s = self._database.seams.clock.monotonic()
         for held in list(self._held):
             age_s = now_s - held.began_s

@@ -117,7 +117,7 @@ class ThreadTask:
     def stop(self) -> None:
         self._stopping = True
         self.wake()
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._thread.ident:
             self._thread.join()
 
 
@@ -130,7 +130,7 @@ class ThreadRunner:
         return ThreadTask(name, step)
 
     def apart(self, call: Callable[[], T]) -> T:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return call()
         results: list[T] = []
         errors: list[BaseException] = []

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter
+from weakref import ref
 
 import cbor2
 
@@ -35,7 +36,7 @@ from lowwater.engine.due import DUE_MAX, Due
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.fast import Begun, Superseded, put_changes
 from lowwater.engine.format import Flag, Kind
-from lowwater.engine.keeping import Keeping
+from lowwater.engine.keeping import Keeping, Pin, Pins, add_pin
 from lowwater.engine.pages import (
     REFERENCE,
     TOMBSTONE,
@@ -104,6 +105,7 @@ class State:
         blocks: BlockSource | None = None,
     ) -> None:
         self.lock = threading.RLock()
+        self._owns_lock: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.store = store
         self.away = AwayPages(blocks, path=store.path, pool_bytes_max=pool_bytes_max)
         self.boundaries = boundaries
@@ -136,9 +138,10 @@ class State:
         # each can ship it, and none is outrun by those to come.
         self.ships_seq = 0
         self.checkpoints_due: list[Due] = []  # each pinned, until it is durable here
+        self._due_pins: dict[int, Pin] = {}
         self.is_checkpoint_here: Callable[[int], bool] = _never
         self.idle_seq = 0  # nothing but entries without news lies between the last checkpoint and this
-        self._pins: dict[int, int] = {}  # this process' own, with their number
+        self._pins: Pins = {}  # this process' own
         self.transactions = TransactionTable()
         self.keeps_older = False
         self.dirty_bytes = 0
@@ -331,13 +334,13 @@ class State:
 
     def add_due(self, due: Due) -> None:
         self.checkpoints_due.append(due)
-        self.pin(due.seq)
+        self._due_pins[due.seq] = self.pin(due.seq)
 
     def remove_due(self, seq: int) -> None:
         with self.lock:
             if any(due.seq == seq for due in self.checkpoints_due):
                 self.checkpoints_due = [due for due in self.checkpoints_due if due.seq != seq]
-                self.unpin(seq)
+                self.unpin(self._due_pins.pop(seq))
 
     def control_part(self) -> bytes:
         """With the lock: what the state has besides its content. All of it is a function of the log."""
@@ -466,7 +469,7 @@ class State:
         return self.floor_for(self.applied)
 
     def floor_for(self, seq: int) -> int:
-        return min([self.floor_kept(seq), *list(self._pins)])
+        return min([self.floor_kept(seq), *self._pins.values()])
 
     def floor_kept(self, seq: int) -> int:
         """The same without this process' pins: what the log says, and redo keeps."""
@@ -477,31 +480,29 @@ class State:
             floors.append(self.horizon)
         return min(floors)
 
-    def pin(self, seq: int | None = None) -> int:
-        """Keep what is read at `seq`, or now, until `unpin`."""
+    def pin(self, seq: int | None = None) -> Pin:
+        """Keep what is read at `seq`, or now, until `unpin`, or until nobody has what this returns."""
         with self.lock:
-            seq = self.applied if seq is None else seq
-            self._pins[seq] = self._pins.get(seq, 0) + 1
-            if self.keeping.is_exact(seq, self.applied, self.snapshots):
-                self.keeping.exact_pins.add(seq)
+            pin = Pin(self.applied if seq is None else seq)
+            add_pin(self._pins, pin)
+            if self.keeping.is_exact(pin.seq, self.applied, self.snapshots):
+                add_pin(self.keeping.exact_pins, pin)
             self.decide_keeping()
-            return seq
+            return pin
 
-    def unpin(self, seq: int) -> None:
+    def unpin(self, pin: Pin) -> None:
+        """Harmless when it is done again."""
         with self.lock:
-            # Without a call: an interrupt finds it done or not.
-            count = self._pins[seq] - 1
-            if count:
-                self._pins[seq] = count
-            else:
-                del self._pins[seq]
-                self.keeping.exact_pins.discard(seq)
+            self._pins.pop(ref(pin), None)
+            self.keeping.exact_pins.pop(ref(pin), None)
             self.decide_keeping()
 
     def needed_seqs(self) -> list[int]:
         """With the lock: the seqs at which somebody may read, besides the newest, in order."""
         open_rows = self.transactions.open.values()
-        return sorted({*self.snapshots.values(), *self._pins, *(row.snapshot_seq for row in open_rows)})
+        return sorted(
+            {*self.snapshots.values(), *self._pins.values(), *(row.snapshot_seq for row in open_rows)}
+        )
 
     def is_limited(self, seq: int) -> bool:
         keeping = self.keeping
@@ -523,11 +524,28 @@ class State:
         return found
 
     def _move_to_new(self, key: bytes, found: Object) -> None:
-        # With the lock, because a writer may be taking it out. Nobody waits for that: it can be moved later.
-        if self.lock.acquire(blocking=False):
+        # With the lock, because a writer may be taking it out.
+        def move() -> None:
             if self._ready_old.get(key) is found:
                 self._add_ready(key, found)
-            self.lock.release()
+
+        self._unless_locked(move)
+
+    def _unless_locked(self, step: Callable[[], None]) -> None:
+        """With the lock, do what can as well be done another time: nobody waits for a writer that has it."""
+        if self._owns_lock():
+            return
+        try:
+            if not self.lock.acquire(blocking=False):
+                return
+        except BaseException:
+            # An interrupt may have come after the lock.
+            if self._owns_lock():
+                self.lock.release()
+            raise
+        with self.lock:
+            self.lock.release()  # from here on it is given back wherever an interrupt comes
+            step()
 
     def newest(
         self, key: bytes, bucket: str, name: str, durable_seq: int, reader: PlaceReader | None = None
@@ -624,14 +642,12 @@ class State:
     ) -> None:
         """Who changes the key takes it out of here afterwards, with the lock; who was faster than us is seen.
         Without the lock others could find it here before we have looked."""
-        if not self.lock.acquire(blocking=False):
-            return
-        try:
-            if place.epoch != epoch or place.dirty.get(key) is not changed:
-                return
-            self._add_ready(key, found)
-        finally:
-            self.lock.release()
+
+        def keep() -> None:
+            if place.epoch == epoch and place.dirty.get(key) is changed:
+                self._add_ready(key, found)
+
+        self._unless_locked(keep)
 
     def _add_ready(self, key: bytes, found: Object) -> None:
         """With the lock. Those that are not read again go with the next generation but one."""

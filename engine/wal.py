@@ -56,6 +56,7 @@ from lowwater.engine.tickets import (
     wake_next,
     wake_room_waiters,
 )
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     Busy,
     Closed,
@@ -149,9 +150,9 @@ class Wal:
         # It knows its thread: a signal handler comes in the middle of anything, and must not wait for that.
         self.lock = threading.RLock()
         self._owns_lock: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
-        self._room = threading.Condition(self.lock)
+        self._room = Condition(self.lock)
         self._room_sleepers = 0
-        self.durable_changed = threading.Condition(self.lock)
+        self.durable_changed = Condition(self.lock)
         self.followers = 0  # readers that wait for `durable_changed`
         self._queue: deque[Piece] = deque()
         self._in_flight: list[Piece] = []
@@ -160,11 +161,11 @@ class Wal:
         self._sync_due_s: float | None = None
         # Who leads waits for others to join it, until the first of them has waited so long, or in a hurry.
         self._gather_s = options.gather_ms / 1000
-        self._joined = threading.Condition(self.lock)
+        self._joined = Condition(self.lock)
         self._gathering = self._hurry = False
         self._leading = False
         self._leads_ended = 0
-        self._lead_over = threading.Condition(self.lock)
+        self._lead_over = Condition(self.lock)
         self._settling: list[Ticket] = []  # durable, and perhaps not told so yet
         self._writer_leads = False
         self._writer_is_up = False  # the writer thread will look at the queue again by itself
@@ -716,7 +717,7 @@ class Wal:
         if urgent or self._queued_bytes >= self.options.batch_bytes_max:
             self._hurry = True
             if self._gathering:
-                self._joined.notify()
+                self._joined.notify_all()
 
     def _lead(self, ticket: Ticket | None, lead: Ticket | None = None) -> None:
         """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it,
@@ -776,6 +777,7 @@ class Wal:
                 self._hand_over(ticket)
             self._wake_for_others()
         self._wake_those()
+        self._housekeeper.wake()
         return True
 
     def _account(self) -> None:
@@ -896,10 +898,13 @@ class Wal:
             settled = settle(tickets, None, resolved)
             if self._room_sleepers:
                 self._room.notify_all()
-            room_waiters, self._room_waiters = self._room_waiters, []
+            if self._room_waiters:
+                self._to_wake.append((settle((), None, resolved), self._room_waiters))
+                self._room_waiters = []
         settled.wake()
         self._settling = []
-        wake_room_waiters(room_waiters)
+        if self._to_wake:
+            self._wake_those()
         if not frame_count:
             return
         metrics = self._metrics

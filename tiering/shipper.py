@@ -31,6 +31,7 @@ from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.seams import Task
 from lowwater.engine.tickets import again
 from lowwater.engine.tier import Alarm, RegionStatus, ShippingState, ShippingStatus
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     Closed,
     Corrupt,
@@ -131,7 +132,8 @@ class Shipper:
         # A log whose entries somebody else orders is never in another epoch than its other replicas.
         self._claims = isinstance(core, Database)
         self._has_claimed = not self._claims
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._has_news = Condition(self._lock)
         self._stepping = threading.Lock()
         self._is_stopping = False
         self._stopped_by: LowwaterError | None = None
@@ -221,7 +223,7 @@ class Shipper:
                 return None
             self._metrics.cycled(self._clock.monotonic() - began_s)
         with self._lock:
-            self._lock.notify_all()
+            self._has_news.notify_all()
         return wait_s
 
     @property
@@ -447,7 +449,7 @@ class Shipper:
         except Stopping:
             return None
         with self._lock:
-            self._lock.notify_all()
+            self._has_news.notify_all()
         self.wake()
         return 0
 
@@ -626,7 +628,7 @@ class Shipper:
             if not was_helped:
                 wait_s = LOOK_AFTER_S if left_s is None else min(left_s, LOOK_AFTER_S)
                 with self._lock:
-                    was_told = self._lock.wait(wait_s)
+                    was_told = self._has_news.wait(wait_s)
                     if not was_told:
                         # In a simulation time stands still while somebody sleeps.
                         began_s = min(began_s, self._clock.monotonic() - wait_s)
@@ -829,7 +831,7 @@ class Shipper:
         """Return once nothing of it runs any more."""
         self._is_stopping = True
         with self._lock:
-            self._lock.notify_all()
+            self._has_news.notify_all()
         if self._scrub is not None:
             self._scrub.stop()
         for task in self._tasks:

@@ -298,7 +298,7 @@ def test_a_root_and_a_checkpoint_read_no_page_that_has_not_changed(db: Database,
     leave(db, archive)
     assert db.root() == root
     pinned = db._pin(None)
-    assert db._root_at(pinned, None) == root, "nor without a checkpoint's help"
+    assert db._root_at(pinned.seq, None) == root, "nor without a checkpoint's help"
     db._state.unpin(pinned)
     assert archive.reads == 0
     db.put("b", "k001500", b"new")
