@@ -38,8 +38,11 @@ class Event:
             sleeper = _asleep()
             self._sleepers.append(sleeper)
             # Whoever sets it from here on finds this thread among the sleepers.
-            if not self._has_happened:
-                sleeper.acquire(timeout=_seconds(timeout_s))
+            try:
+                if not self._has_happened:
+                    sleeper.acquire(timeout=_seconds(timeout_s))
+            finally:
+                self._sleepers.remove(sleeper)
         return self._has_happened
 
 
@@ -54,8 +57,8 @@ class Condition:
     def wait(self, timeout_s: float | None = None) -> bool:
         """With the lock held, give it back until somebody notifies. False where nobody did in time."""
         sleeper = _asleep()
-        self._sleepers.append(sleeper)
         try:
+            self._sleepers.append(sleeper)
             self._lock.release()
             assert not self._owns_lock(), "the lock is held more than once"
             woken = sleeper.acquire(timeout=_seconds(timeout_s))

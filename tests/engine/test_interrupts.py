@@ -1,13 +1,14 @@
 """engine/interrupts.py: an interrupt at any instruction, and calls of signal handlers.
 
-`Walk` has a signal come at any one instruction of the package: Python calls the handler from there on where
-it would call it otherwise.
+`Walk` has a signal come at any one instruction at which Python looks for signals, be it of the package or of
+what that calls: Python calls the handler there, as it would otherwise.
 """
 
 from __future__ import annotations
 
 import _thread
 import ctypes
+import dis
 import errno
 import os
 import random
@@ -15,40 +16,65 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 import lowwater
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
+from lowwater.engine import transactions
 from lowwater.engine.database import Database
 from lowwater.engine.directory import CURRENT
 from lowwater.engine.entries import Delete, Put
 from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.errors import Busy, Closed, LowwaterError
+from lowwater.errors import AlreadyExists, Busy, Closed, LowwaterError, NotFound
 
 CONFIG = {"wal": {"sync_mode": "none"}}
+T = TypeVar("T")
+SPILL_BYTES = 10_000
+
+
+@pytest.fixture(autouse=True)
+def small_transactions_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "SPILL_ABOVE_BYTES", 2 * SPILL_BYTES)
+    monkeypatch.setattr(transactions, "PIECE_BYTES", SPILL_BYTES)
+
+
 Call = Callable[[Database, bytes], object]
 
 
-class Walk:
-    """Calls something, and has a signal come at one of its instructions."""
+# Where a function begins, a loop goes back, or a call has returned.
+LOOKS_FOR_SIGNALS = {
+    code
+    for name, code in dis.opmap.items()
+    if name in ("RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+    or name.startswith("POP_JUMP_BACKWARD")
+}
 
-    def __init__(self) -> None:
+
+class Walk:
+    """Calls something, and has a signal come at one of its instructions, or of those in a file."""
+
+    def __init__(self, file: str = "") -> None:
         self.count = 0
         self.at = 0
+        self._file = file
         self._come: Iterator[None] = iter(())
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        if "lowwater" not in frame.f_globals["__name__"]:
+        code = frame.f_code
+        if code is Walk.run.__code__:
             return None
-        if event == "opcode":
+        if not code.co_filename.endswith(self._file):
+            return self._trace
+        if event == "opcode" and code.co_code[frame.f_lasti] in LOOKS_FOR_SIGNALS:
             self.count += 1
             if self.count == self.at:
                 sys.settrace(None)
@@ -78,8 +104,35 @@ def handling(handler: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def places(call: Callable[[], object], most: int, seed: int) -> list[int]:
-    walk = Walk()
+def elsewhere(call: Callable[[], T]) -> T:
+    """In another thread: this one may have locks that it must not have."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 — told by `result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(60)
+
+
+def require_nothing_held(db: Database) -> None:
+    """What an interrupted call held is given back, by the background if need be."""
+
+    def held() -> list[object]:
+        table, state = db._locks.table, db._state
+        return [*state._pins, *state.transactions.open, *db._open_transactions._held, *table._locks]
+
+    deadline_s = time.monotonic() + 60
+    while held():
+        assert time.monotonic() < deadline_s, held()
+        time.sleep(0.001)
+
+
+def places(call: Callable[[], object], most: int, seed: int, file: str = "") -> list[int]:
+    walk = Walk(file)
     walk.run(call, 0)
     everywhere = range(1, walk.count + 1)
     return list(everywhere) if most >= walk.count else sorted(random.Random(seed).sample(everywhere, most))
@@ -91,6 +144,33 @@ def _transaction(db: Database, value: bytes) -> object:
         txn.get("b", "other")
         txn.put("b", "l", value)
     return txn.seq
+
+
+def _large_transaction(db: Database, value: bytes) -> object:
+    with db.transaction() as txn:
+        txn.put("b", "k", value)
+        savepoint = txn.savepoint()
+        for number in range(4):
+            txn.put("b", f"large {number}", bytes(SPILL_BYTES))
+        txn.rollback_to(savepoint)
+        for number in range(4):
+            txn.put("b", f"large {number}", bytes(SPILL_BYTES))
+        txn.put("b", "l", value)
+    return txn.seq
+
+
+def _bucket(db: Database, value: bytes) -> object:
+    with suppress(AlreadyExists):
+        db.create_bucket("c")
+    db.put("b", "k", value)
+    return db.delete_bucket("c")
+
+
+def _snapshot(db: Database, value: bytes) -> object:
+    db.put("b", "k", value)
+    with suppress(NotFound):
+        db.drop_snapshot("of the walk")
+    return db.snapshot("of the walk")
 
 
 def _session(db: Database, value: bytes) -> object:
@@ -117,9 +197,13 @@ WRITES: dict[str, Call] = {
     "checkpoint": lambda db, value: (db.put("b", "k", value), db.checkpoint()),
     "scan": lambda db, value: (db.put("b", "k", value), list(db.scan("b", at=db.marks().applied))),
     "get": lambda db, value: (db.put("b", "k", value), db.get("b", "k"), db.head("b", "k")),
+    "large_transaction": _large_transaction,
+    "list": lambda db, value: (db.put("b", "k", value), db.list("b", "k", delimiter="/")),
+    "snapshot": _snapshot,
+    "bucket": _bucket,
 }
 # What happens whole or not at all.
-GROUPS = ("write", "transaction", "session")
+GROUPS = ("write", "transaction", "large_transaction", "session")
 
 
 def opened(path: Path) -> Database:
@@ -142,23 +226,56 @@ def interrupt_everywhere(path: Path, name: str, most: int) -> None:
                 walk.run(lambda: call(db, value), at)  # noqa: B023
             except KeyboardInterrupt:
                 interrupted = True
-            found = db.get("b", "k").value
-            assert found == value or interrupted
-            if name in GROUPS and found != b"walked":
-                assert found == db.get("b", "l").value, at
-            db.put("b", "after", value)
-            acknowledged = {"k": found, "after": value}
-            assert db.get("b", "k", at=seq).value == b"0", at
-            assert [each.key for each in db.scan("b", "after")] == ["after"]
-            if number % 20 == 0:
-                db.flush()
-                assert db.registry.get_sample_value("lowwater_pool_dirty_bytes") == 0, at
+
+            def go_on() -> bytes:
+                found = bytes(db.get("b", "k").value)
+                assert found == value or interrupted  # noqa: B023
+                if name in GROUPS and found != b"walked":
+                    assert found == db.get("b", "l").value, at  # noqa: B023
+                db.put("b", "after", value)  # noqa: B023
+                assert db.get("b", "k", at=seq).value == b"0", at  # noqa: B023
+                assert [each.key for each in db.scan("b", "after")] == ["after"]
+                with db.transaction() as txn:
+                    txn.put("b", "l", found)
+                if number % 20 == 0:  # noqa: B023
+                    db.flush()
+                    assert db.registry.get_sample_value("lowwater_pool_dirty_bytes") == 0, at  # noqa: B023
+                return found
+
+            acknowledged = {"k": elsewhere(go_on), "after": value}
+        require_nothing_held(db)
         assert list(db.check()) == []
     finally:
         db.close()
     with lowwater.open(path, config=CONFIG) as db:
         assert {key: db.get("b", key).value for key in acknowledged} == acknowledged
         assert db.get("b", "k", at=seq).value == b"0"
+        assert list(db.check()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("get", "engine/state.py"),
+        ("scan", "engine/reading.py"),
+        ("transaction", "engine/open_transactions.py"),
+        ("transaction", "engine/real.py"),
+        ("large_transaction", "engine/spill.py"),
+        ("flush", "threading.py"),
+        ("flush", "engine/waiting.py"),
+    ],
+)
+def test_nothing_is_held_after_an_interrupt(tmp_path: Path, name: str, file: str) -> None:
+    """A lock would stop everybody else, a pin keep versions for ever, an open transaction refuse others."""
+    with opened(tmp_path / "db") as db:
+        call = WRITES[name]
+        call(db, b"0")
+        walk = Walk(file)
+        for at in places(lambda: call(db, b"walked"), 150, 8, file):
+            with suppress(KeyboardInterrupt):
+                walk.run(lambda: call(db, b"%d" % at), at)  # noqa: B023
+            elsewhere(lambda: (call(db, b"after"), db.get("b", "k"), db.get("b", "k")))
+        require_nothing_held(db)
         assert list(db.check()) == []
 
 
