@@ -494,10 +494,23 @@ def handler(*_):
     sys.exit(3)
 signal.signal(signal.SIGTERM, handler)
 print("up", flush=True)
+def terminate():
+    for _ in range(1 + seed % 2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(rng.randrange(3000)):
+            pass
 for number in range(10**9):
-    db.put("b", f"{number % 50}", b"v")
-    if number == seed:
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM)).start()
+    if number == seed // 3:
+        threading.Thread(target=terminate).start()
+    if seed % 3 == 0:
+        db.put("b", f"{number % 50}", b"v")
+    elif seed % 3 == 1:
+        with db.transaction() as txn:
+            txn.put("b", f"{number % 50}", b"v")
+    else:
+        db.put_many("b", [(f"{number % 50}", b"v")] * 20)
+        list(db.scan("b"))
+        db.flush()
 """
 )
 
@@ -520,11 +533,13 @@ def test_forty_signals_under_load(tmp_path: Path, source: str, said: str) -> Non
     assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
-@pytest.mark.slow
-def test_the_program_ends_once_a_handler_has_closed(tmp_path: Path) -> None:
-    """The directory is free then, and holds what it has to."""
-    for seed in range(3):
-        done = run_child(EXITING, tmp_path / "db", 10 * seed)
+@pytest.mark.parametrize(
+    "count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.long)]
+)
+def test_the_program_ends_once_a_handler_has_closed(tmp_path: Path, count: int) -> None:
+    """The directory is free then, and holds what it has to. Some get two signals in a row."""
+    for seed in range(count):
+        done = run_child(EXITING, tmp_path / "db", seed)
         assert (done.returncode, done.stdout) == (3, "up\n"), done.stderr
         with lowwater.open(tmp_path / "db") as db:
             assert list(db.check()) == []
