@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -277,6 +277,66 @@ def test_nothing_is_held_after_an_interrupt(tmp_path: Path, name: str, file: str
             elsewhere(lambda: (call(db, b"after"), db.get("b", "k"), db.get("b", "k")))
         require_nothing_held(db)
         assert list(db.check()) == []
+
+
+def test_a_read_that_waits_for_an_interrupted_write_ends(tmp_path: Path) -> None:
+    """It is applied, and whoever has applied it was to say so."""
+    walk = Walk("engine/database.py")
+    with opened(tmp_path / "db") as db:
+        for at in places(lambda: db.put("b", "k", b"v"), 1000, 9, "engine/database.py"):
+            awaited = db.marks().applied + 1
+            found: Future[bytes] = Future()
+
+            def read() -> None:
+                try:
+                    found.set_result(db.get("b", "k", at=awaited, wait_s=20).value)  # noqa: B023
+                except LowwaterError as error:
+                    found.set_exception(error)  # noqa: B023
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            while not db._waiting_readers:
+                time.sleep(0)
+            with suppress(KeyboardInterrupt):
+                walk.run(lambda: db.put("b", "k", b"%d" % at), at)  # noqa: B023
+            if db.marks().applied < awaited:
+                db.put("b", "k", b"%d" % at)
+            assert found.result(60) == b"%d" % at
+            reader.join()
+
+
+def test_coroutines_that_wait_for_room_are_woken_after_an_interrupt() -> None:
+    """There is room once a run was written, and who has written it was to say so."""
+    walk = Walk("engine/wal.py")
+    entry = Put("b", "k", b"v")
+    with Log.open(None) as log:
+        for at in places(lambda: log.append(entry), 1000, 10, "engine/wal.py"):
+            told: list[object] = []
+            loop: Any = SimpleNamespace(call_soon_threadsafe=lambda *args: told.append(args))  # noqa: B023
+            waiter: Any = None
+            log.wal._room_waiters.append((loop, waiter))
+            with suppress(KeyboardInterrupt):
+                walk.run(lambda: log.append(entry), at)
+            log.append(entry)
+            assert told, at
+
+
+def test_a_handler_that_ships_is_told_that_it_cannot(tmp_path: Path) -> None:
+    """What it has interrupted may hold any lock on the way to the store."""
+    refused = []
+
+    def handler(*_: object) -> None:
+        with pytest.raises(Busy):
+            db.ship()
+        refused.append(1)
+
+    with lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/archive", config=CONFIG) as db:
+        db.create_bucket("b")
+        for at in places(lambda: db.put("b", "k", b"v"), 5, 11, "engine/wal.py"):
+            with handling(handler):
+                Walk("engine/wal.py").run(lambda: db.put("b", "k", b"v"), at)
+        assert len(refused) == 5
+        assert db.ship() > 0
 
 
 @pytest.mark.parametrize("name", WRITES)
