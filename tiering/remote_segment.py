@@ -35,8 +35,6 @@ from lowwater.tiering.stored_forms import CompressedForm, Form, RawForm
 # What one request for the end of an object brings: the footer of most segments, and a table of blocks.
 TAIL_BYTES = 2**19
 PIECE_BYTES = 2**18
-# Of a footer that has no more of them, all are kept.
-PIECES_KEPT = 4
 # Positions are looked at in stretches of so many frames.
 STRETCH_FRAMES = 2**15
 # What a sequential reader is read ahead of at most, in parts of what it has read: it may stop at any time.
@@ -254,41 +252,25 @@ class RemoteSegment:
 
     def _verify_footer(self, opened: _Opened) -> list[bytes]:
         """Compare the footer with its hash: the hashes of its pieces."""
-        hashes: list[bytes] = []
-        kept: list[bytes] = []
-        left = bytearray()
-        for part in self._footer_parts(opened):
-            left += part
-            while len(left) >= PIECE_BYTES:
-                piece = bytes(left[:PIECE_BYTES])
-                del left[:PIECE_BYTES]
-                hashes.append(blake3(piece).digest())
-                kept = [*kept, piece][:PIECES_KEPT]
-        if left:
-            hashes.append(blake3(left).digest())
-            kept = [*kept, bytes(left)][:PIECES_KEPT]
-        if len(hashes) <= PIECES_KEPT:
-            for number, piece in enumerate(kept):
+        hashes, pieces = [], []
+        for data in self._footer_parts(opened):
+            pieces = [data[place : place + PIECE_BYTES] for place in range(0, len(data), PIECE_BYTES)]
+            hashes += [blake3(piece).digest() for piece in pieces]
+        if len(hashes) <= 4:
+            for number, piece in enumerate(pieces):
                 self._fetcher.pieces.put((self.name, number), piece)
         return hashes
 
-    def _footer_parts(self, opened: _Opened) -> Iterator[memoryview]:
+    def _footer_parts(self, opened: _Opened) -> Iterator[bytes]:
         """All of the footer, in large parts: a piece begins and ends inside of blocks, which would each be
-        decompressed for two of them. A part is valid until the next one is asked for. After the last one
-        Corrupt is raised where its hash does not match."""
-        form, size = opened.form, self.descriptor.size
-        start, end = self.descriptor.body_bytes, size - format.TRAILER_BYTES
-        first = start // form.block_bytes * form.block_bytes
-        step = max(1, FETCH_BYTES // form.block_bytes) * form.block_bytes
-        buffer = memoryview(bytearray(min(step, size - first)))
+        decompressed for two of them. After the last one Corrupt is raised where its hash does not match."""
+        start, end = self.descriptor.body_bytes, self.descriptor.size - format.TRAILER_BYTES
         hasher = blake3()
-        for at in range(first, end, step):
-            self._load(opened, at, at + step)
-            raw = buffer[: min(step, size - at)]
-            form.read_into(at, raw)
-            part = raw[max(0, start - at) : end - at]
-            hasher.update(part)
-            yield part
+        for at in range(start, end, FETCH_BYTES):
+            self._load(opened, at, at + FETCH_BYTES)
+            data = opened.form.read(at, min(at + FETCH_BYTES, end))
+            hasher.update(data)
+            yield data
         if hasher.digest() != opened.trailer.footer_hash:
             raise Corrupt("the footer's hash does not match", offset=start)
 
@@ -302,11 +284,11 @@ class RemoteSegment:
         def read() -> bytes:
             if self._trusting:
                 return opened.form.read(first, first + size, passing=True)
-            found, at = bytearray(), self.descriptor.body_bytes
-            for part in self._footer_parts(opened):
-                found += part[max(0, first - at) : max(0, first + size - at)]
-                at += len(part)
-            return bytes(found)
+            found, at = [], self.descriptor.body_bytes
+            for data in self._footer_parts(opened):
+                found.append(data[max(0, first - at) : max(0, first + size - at)])
+                at += len(data)
+            return b"".join(found)
 
         return self._twice(read)
 

@@ -24,13 +24,9 @@ class Form(Protocol):
     def stored_range(self, start: int, end: int) -> tuple[int, int]: ...
 
     stored_bytes: int
-    block_bytes: int
-    """What is read into a buffer begins at a multiple of this, and ends at one or with the segment."""
 
 
 class RawForm:
-    block_bytes = 1
-
     def __init__(self, fetcher: Fetcher, name: str, size: int) -> None:
         self._fetcher = fetcher
         self._name = name
@@ -73,7 +69,6 @@ class CompressedForm:
         if raw_bytes != size:
             raise Corrupt(f"the compressed segment has {raw_bytes:,} raw bytes instead of {size:,}", offset=0)
         self._starts, self._block_bytes, self._raw_bytes = starts, block_bytes, raw_bytes
-        self.block_bytes = block_bytes
 
     def _blocks(self, start: int, end: int) -> range:
         return range(start // self._block_bytes, -(-end // self._block_bytes))
