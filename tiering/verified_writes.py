@@ -73,7 +73,8 @@ class KnownObjects:
 
     def trust(self, name: str) -> None:
         """That an object which was doubted was seen to be what its name says."""
-        self.unsound.discard(name)
+        with self._lock:
+            self.unsound.discard(name)
 
     def note(self, name: str, said: Checksum) -> None:
         """That an object was seen to be what its name says, when the store said this of it."""

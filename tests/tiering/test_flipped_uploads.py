@@ -63,6 +63,17 @@ def eagerly_purging(life: Life) -> dict[str, Any]:
     return {**life.config, "retention": {"age_max_s": 0, "check_interval_s": 0.1}}
 
 
+def flipped_segment(store: Store) -> tuple[str, bytes]:
+    """Put other bytes in the place of the first segment, of the right size and with the right ends. Its name,
+    and what it had."""
+    name = min(each.name for each in store.list("wal/"))
+    right = store.read(name)
+    wrong = bytearray(right)
+    wrong[len(wrong) // 2] ^= 1
+    store.replace(name, [wrong], size=len(wrong))
+    return name, right
+
+
 @pytest.mark.parametrize("names", NAMES)
 def test_what_was_acknowledged_is_back_whatever_the_network_changed(
     names: str, proxy: Proxy, tmp_path: Path
@@ -164,11 +175,7 @@ def test_a_segment_that_is_flipped_under_an_open_database_is_not_purged(proxy: P
         db.ship()
         db.flush()
         store: Store = open_store(life.uri)
-        name = min(each.name for each in store.list("wal/"))
-        right = store.read(name)
-        wrong = bytearray(right)
-        wrong[len(wrong) // 2] ^= 1
-        store.replace(name, [wrong], size=len(wrong))
+        name, right = flipped_segment(store)
         with pytest.raises(StoreCorrupt):
             db.purge(db.purgeable_seq())
         assert db.marks().purged == 0
@@ -186,11 +193,7 @@ def test_nothing_is_purged_for_an_object_with_other_bytes(proxy: Proxy, tmp_path
         life.write(db, keys=1000)
         db.ship()
     store: Store = open_store(life.uri)
-    name = min(each.name for each in store.list("wal/"))
-    right = store.read(name)
-    wrong = bytearray(right)
-    wrong[len(wrong) // 2] ^= 1
-    store.replace(name, [wrong], size=len(wrong))
+    name, right = flipped_segment(store)
     with life.open("first") as db:
         life.write(db)
         db.ship(timeout=60)
