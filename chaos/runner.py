@@ -9,9 +9,13 @@ Always true:
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import TypeVar
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.engine.seams import Step
+
+T = TypeVar("T")
 
 
 class StepTask:
@@ -45,6 +49,12 @@ class StepRunner:
         task = StepTask(self, name, step)
         self.tasks.append(task)
         return task
+
+    def apart(self, call: Callable[[], T]) -> T:
+        return call()  # there are no signals here
+
+    def start_call(self, name: str, call: Callable[[], object]) -> None:
+        call()
 
     def run_one(self, rng: random.Random) -> bool:
         """Call one step that is due or woken, chosen by `rng`. False where there is none.

@@ -91,15 +91,15 @@ put_change(PyObject *range, PyObject *key, PyObject *record, int keeps_older, Py
 }
 
 const char put_changes_doc[] =
-    "put_changes(lows, ranges, keys, records, keeps_older)\n--\n\n"
-    "(bytes that left, how many records did, older, begun): `older` are (range, key, record) of what somebody\n"
-    "may still read, and `begun` the ranges that had no change, each with its first record.";
+    "put_changes(lows, ranges, keys, records, keeps_older, older, begun)\n--\n\n"
+    "(bytes that left, how many records did). Added to `older` are (range, key, record) of what somebody may\n"
+    "still read, and to `begun` the ranges that had no change, each with its first record.";
 
 PyObject *
 put_changes(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
-    if (arg_count != 5 || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
+    if (arg_count != 7 || !PyList_CheckExact(args[5]) || !PyList_CheckExact(args[6]) || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) ||
         !is_sequence(args[2]) || !is_sequence(args[3]) ||
         PyList_GET_SIZE(args[0]) != PyList_GET_SIZE(args[1]) ||
         PySequence_Fast_GET_SIZE(args[2]) != PySequence_Fast_GET_SIZE(args[3])) {
@@ -109,21 +109,21 @@ put_changes(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
     PyObject *lows = args[0], *ranges = args[1], *keys = args[2], *records = args[3];
     const int keeps_older = PyObject_IsTrue(args[4]);
     Py_ssize_t left_bytes = 0, left_count = 0;
-    PyObject *older = PyList_New(0), *begun = PyList_New(0), *result = NULL;
-    if (!older || !begun || keeps_older < 0) {
-        goto done;
+    PyObject *older = args[5], *begun = args[6];
+    if (keeps_older < 0) {
+        return NULL;
     }
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys); i++) {
         PyObject *key = PySequence_Fast_GET_ITEM(keys, i);
         PyObject *record = i < PySequence_Fast_GET_SIZE(records) ? PySequence_Fast_GET_ITEM(records, i) : NULL;
         if (!PyBytes_CheckExact(key) || !is_record(record)) {
             PyErr_SetString(PyExc_TypeError, "a key or a record is none");
-            goto done;
+            return NULL;
         }
         const Py_ssize_t index = place_of(lows, PyBytes_AS_STRING(key), PyBytes_GET_SIZE(key)) - 1;
         if (index < 0 || index >= PyList_GET_SIZE(ranges)) {
             PyErr_SetString(index < -1 ? PyExc_TypeError : PyExc_IndexError, "a key lies in no range");
-            goto done;
+            return NULL;
         }
         PyObject *range = Py_NewRef(PyList_GET_ITEM(ranges, index));
         Py_INCREF(key);
@@ -133,14 +133,10 @@ put_changes(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
         Py_DECREF(key);
         Py_DECREF(range);
         if (failed) {
-            goto done;
+            return NULL;
         }
     }
-    result = Py_BuildValue("(nnOO)", left_bytes, left_count, older, begun);
-done:
-    Py_XDECREF(older);
-    Py_XDECREF(begun);
-    return result;
+    return Py_BuildValue("(nn)", left_bytes, left_count);
 }
 
 /* ------------------------------------------------------------------ the module */

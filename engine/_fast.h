@@ -24,7 +24,7 @@
 
 /* As `VERSION` of `engine/fast.py`: a module that an older checkout has left is not used. Change both with
    everything that changes what Python calls, or what it answers. */
-#define VERSION 5
+#define VERSION 6
 
 /* A frame is its seq (8 bytes), the payload's length (4), the checksum of both and the payload (4), and the
    payload: kind, flags, lengths of bucket, key and metadata, time, origin, optional groups, and then bucket, key,

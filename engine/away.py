@@ -16,9 +16,11 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from lowwater.engine.ckpt import pack_name
+from lowwater.engine.interrupts import busy, is_in_handler, to_the_end
 from lowwater.engine.pages import Page
 from lowwater.engine.references import Reference, decode_reference, page_of_block
 from lowwater.engine.tickets import again
+from lowwater.engine.waiting import Event
 from lowwater.errors import Busy, Corrupt, DataError, InputError, LowwaterError, NotFound
 
 T = TypeVar("T")
@@ -64,19 +66,19 @@ class _Flight:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.done = threading.Event()
+        self.done = Event()
         self.page: Page | None = None
         # Of one that its thread did not live to end.
         self.error: LowwaterError | None = Busy("the read of a page was given up", hint="try again")
 
 
 class _Held:
-    """A page that calls need, and how many do."""
+    """A page that calls need."""
 
     def __init__(self, data: bytes, page: Page) -> None:
         self.data = data
         self.page = page
-        self.count = 0
+        self.needed_by: set[PageAway] = set()
 
 
 def read_away(blocks: BlockSource, reference: Reference, key: bytes) -> Page:
@@ -107,7 +109,7 @@ class AwayPages:
     def __init__(self, blocks: BlockSource | None, *, path: str, pool_bytes_max: int) -> None:
         self._blocks = blocks
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call too
         self._flights: dict[bytes, _Flight] = {}
         self._held: dict[bytes, _Held] = {}
         self._returning: dict[bytes, tuple[bytes, Page]] = {}
@@ -144,8 +146,8 @@ class AwayPages:
                     return action()
                 except PageAway as away:
                     page = self.read(away.key, away.data)
-                    self._hold(away, page)
                     needed.append(away)
+                    self._hold(away, page)
                     if keeps:
                         self.give_back(away.key, away.data, page)
                 except ReadFirst as other:
@@ -159,45 +161,56 @@ class AwayPages:
             held = self._held.get(away.key)
             if held is None or held.data != away.data:
                 held = self._held[away.key] = _Held(away.data, page)
-            held.count += 1
+            held.needed_by.add(away)
 
     def _let_go(self, away: PageAway) -> None:
         with self._lock:
             held = self._held.get(away.key)
             if held is not None and held.data == away.data:
-                held.count -= 1
-                if not held.count:
+                held.needed_by.discard(away)
+                if not held.needed_by:
                     del self._held[away.key]
 
     def read(self, key: bytes, data: bytes) -> Page:
         """The page that the reference `data` under `key` stands for, from where its block lies."""
-        with self._lock:
-            found = self._known(key, data)
-            if found is not None:
-                return found
-            flight = self._flights.get(key)
-            is_first = flight is None or flight.data != data
-            if flight is None or is_first:
-                flight = self._flights[key] = _Flight(data)
-        if not is_first:
+        if is_in_handler():
+            raise busy(self._path)  # it may have interrupted the very thread that reads this
+        own = _Flight(data)
+        try:
+            with self._lock:
+                found = self._known(key, data)
+                if found is not None:
+                    return found
+                flight = self._flights.get(key)
+                if flight is None or flight.data != data:
+                    flight = self._flights[key] = own
+            if flight is own:
+                own.page = self._read(key, decode_reference(data, key))
+                own.error = None
+                self._land(key, own)
+        except BaseException as error:
+            if isinstance(error, LowwaterError):
+                self.failures += 1
+                own.error = error
+            try:
+                self._land(key, own)
+            except BaseException:
+                to_the_end(self._land, key, own)
+                raise
+            raise
+        if flight is not own:
             flight.done.wait()
             if flight.error is not None:
                 raise again(flight.error)
-        else:
-            try:
-                flight.page = self._read(key, decode_reference(data, key))
-                flight.error = None
-            except LowwaterError as error:
-                self.failures += 1
-                flight.error = error
-                raise
-            finally:
-                with self._lock:
-                    if self._flights.get(key) is flight:
-                        del self._flights[key]
-                flight.done.set()
         assert flight.page is not None
         return flight.page
+
+    def _land(self, key: bytes, flight: _Flight) -> None:
+        """Nobody has to wait for it any more. It may be repeated."""
+        with self._lock:
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+        flight.done.set()
 
     def _read(self, key: bytes, reference: Reference) -> Page:
         if self._blocks is None:

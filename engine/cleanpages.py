@@ -28,7 +28,7 @@ class CleanPages:
     def __init__(self) -> None:
         self._queue: deque[tuple[Layout, int]] = deque()
         self._stale = 0  # at most so many of these are of layouts that are no longer in force
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call too
         self.bytes = 0
         self.bytes_max = 0
         self.evictions = 0

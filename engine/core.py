@@ -31,6 +31,7 @@ from lowwater.engine.directory import Segment, typed_errors
 from lowwater.engine.entries import Control, Entry, decode_body
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
+from lowwater.engine.interrupts import busy, is_in_handler, is_interrupt, to_the_end
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
@@ -52,6 +53,7 @@ from lowwater.engine.tier import OlderVersions, ShippingStatus, Tier
 from lowwater.engine.transaction_table import load_table
 from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.values import ValueReader, segments_of
+from lowwater.engine.waiting import Condition, Event
 from lowwater.errors import (
     Busy,
     Closed,
@@ -194,12 +196,14 @@ class Core:
             on_full=self._make_room,
         )
         self._closing = self._closed = False
+        self._ending = threading.Lock()
+        self._closes_aside = False
         # Who waits for a seq sleeps on this. Writers look at the number without the lock: who comes later
         # sees what they have applied.
-        self._applied_more = threading.Condition(state.lock)
+        self._applied_more = Condition(state.lock)
         self._waiting_readers = 0
         self._stepping = threading.Lock()
-        self._pause = threading.Event()  # nobody sets it
+        self._pause = Event()  # nobody sets it
         self._paused_s = 0.0
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
@@ -364,7 +368,7 @@ class Core:
 
     def _help_checkpoint(self) -> None:
         try:
-            self._make_checkpoints()
+            self._seams.runner.apart(self._make_checkpoints)
         except MustWait as wait:
             raise again(wait.error) from wait
         except Exception as failure:  # noqa: BLE001 — as in the background
@@ -545,7 +549,8 @@ class Core:
         """A step of flushing by a caller that needs what it brings about."""
         self._require_writable()
         try:
-            ended = self._step() is None
+            # Where no interrupt comes: what is cut short there is in neither the pages nor the changes.
+            ended = self._seams.runner.apart(self._step) is None
         except Exception:
             self._require_writable()
             raise
@@ -599,6 +604,28 @@ class Core:
             seq = format.FRAME.unpack_from(frame)[0]
             self._state.apply(seq, frame[format.FRAME_BYTES :], segment_first, position)
 
+    def _mend(self, error: BaseException, made: Sequence[Piece], chain_before: Chain) -> None:
+        """With the lock, after an exception: entries are in the log, and memory may not have all of them yet.
+        After an interrupt they are applied; nobody waits for them any more, and the log writes them."""
+        if not is_interrupt(error):
+            self._fail_unapplied(error)
+            return
+        try:
+            to_the_end(self._apply_rest, made, chain_before)
+        except Exception as failure:  # noqa: BLE001 — whatever it was, memory lacks what the log has
+            if not is_interrupt(failure):
+                self._fail_unapplied(failure)
+        self._wal.leave_to_writer()
+
+    def _apply_rest(self, made: Sequence[Piece], chain_before: Chain) -> None:
+        state = self._state
+        with state.mended():
+            places = places_of(made, chain_before)
+            for frame, (segment_first, position) in zip(frames_of(made), places, strict=True):
+                seq = format.FRAME.unpack_from(frame)[0]
+                if seq > state.applied:
+                    state.apply(seq, frame[format.FRAME_BYTES :], segment_first, position)
+
     def _fail_unapplied(self, error: BaseException) -> None:
         """Entries are in the log, and what memory has of them is not known."""
         is_ours = isinstance(error, Exception) and not isinstance(error, ReopenError)
@@ -616,6 +643,23 @@ class Core:
         self._require_open()
         if self._failure is not None:
             raise again(self._failure)
+
+    def _refuse_reentry(self) -> None:
+        """Raise Busy to a signal handler that has interrupted a call of its own thread where that has a lock,
+        or leads, or stands in line."""
+        if self._state.owns_lock():
+            raise busy(self._log.directory)
+        self._wal.refuse_reentry()
+
+    def _refuse_inside(self) -> None:
+        """The same for reads, which may find changes made by half."""
+        if self._state.owns_lock():
+            raise busy(self._log.directory)
+
+    def _refuse_in_handler(self) -> None:
+        """The same for what asks an object store, where locks are held in many places."""
+        if is_in_handler():
+            raise busy(self._log.directory)
 
     def _await(self, seq: int) -> None:
         """Return once an answer that rests on `seq` can be given."""
@@ -653,8 +697,8 @@ class Core:
             with state.lock:
                 self._applied_more.notify_all()
         if state.dirty_bytes > self._looked_at_bytes or self._flusher.sweep_is_due:
-            self._looked_at_bytes = state.dirty_bytes + LOOK_AFTER_BYTES
             self._task.wake()
+            self._looked_at_bytes = state.dirty_bytes + LOOK_AFTER_BYTES
         if state.checkpoints_due:
             self._checkpoint_task.wake()
 
@@ -737,7 +781,7 @@ class Core:
         """Give the complete segments their footers, which the background would do too."""
         if not all(each.sealed for each in self.complete_segments()):
             with typed_errors(self.directory, "seal a segment"):
-                self._wal.store.seal_all()
+                self._seams.runner.apart(self._wal.store.seal_all)
 
     def call_when_sealed(self, call: Callable[[], None]) -> None:
         self._wal.store.on_sealed = call
@@ -763,7 +807,9 @@ class Core:
         self._require_open()
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
             raise InputError(f"timeout is {timeout!r:.80}", hint="give seconds, or None")
-        return self._require_tier().ship(timeout)
+        tier = self._require_tier()
+        self._refuse_in_handler()
+        return tier.ship(timeout)
 
     def shipping(self) -> ShippingStatus:
         """How far shipping is, and what is in its way."""
@@ -865,6 +911,7 @@ class Core:
         """Bring all changes so far into pages, and return the seq up to which they are there. Opening
         again then begins after it."""
         self._wal.refuse_forked()
+        self._refuse_reentry()
         with self._state.lock:
             self._require_writable()
             seq = self._state.applied
@@ -978,10 +1025,31 @@ class Core:
         """Bring everything into pages and let the directory go. With an object store a database waits up to
         ten seconds for its newest checkpoint to be shipped, and the log with it, where one is still to be;
         otherwise nothing is shipped at the end. In a forked child it does nothing: what is open is the
-        parent's, and its threads, which are not here, may have held any lock."""
+        parent's, and its threads, which are not here, may have held any lock.
+
+        An interrupt is raised once it is closed. In a signal handler that has interrupted another call the
+        database is closed in the background, and the program does not end before that."""
         if self._wal.is_forked:
             self._closed = True
             return
+        runner = self._seams.runner
+        if not is_in_handler():
+            runner.apart(self._close_once)
+        elif not self._closes_aside:
+            # Of two signals in a row the second handler may have interrupted the first one in here.
+            self._closes_aside = True
+            try:
+                runner.start_call("close", self.close)
+            except BaseException:
+                self._closes_aside = False
+                raise
+
+    def _close_once(self) -> None:
+        with self._ending:  # whoever comes second returns when it is closed
+            if not self._closed:
+                self._close()
+
+    def _close(self) -> None:
         with self._state.lock:
             if self._closed:
                 return

@@ -15,7 +15,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from lowwater.engine import format
 from lowwater.engine.aio import AsyncDatabase
@@ -29,6 +29,7 @@ from lowwater.engine.decide import decide as decide_request
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
 from lowwater.engine.fast import IS_COMPILED
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
+from lowwater.engine.interrupts import busy, is_interrupt, to_the_end
 from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
 from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
@@ -59,6 +60,7 @@ from lowwater.errors import (
 from lowwater.logging import get_logger
 
 _new = tuple.__new__
+T = TypeVar("T")
 # Makes payloads, given the chain that they will follow and their time.
 Encode = Callable[[Chain, int], list[bytes]]
 _pack_fixed = format.FIXED.pack
@@ -84,7 +86,7 @@ class Database(Reading):
         cold: ColdOf | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._one_checkpoint = threading.Lock()
+        self._one_checkpoint = threading.RLock()
         super().__init__(
             log,
             store,
@@ -137,13 +139,18 @@ class Database(Reading):
             assert puts is not None
             return puts.cut(chain, max(clock.now_us(), chain.time_us), options)
 
+        made: list[Piece] = []
         self._require_writable()
         # One call of `encode` gives all of them one time.
         is_alike = puts is not None or bool(keys)
         state = self._state
         try:
             ticket, pieces = self._wal.order(
-                build, timeout_s=timeout_s, alike=is_alike, cut_at_once=None if puts is None else cut
+                build,
+                timeout_s=timeout_s,
+                alike=is_alike,
+                cut_at_once=None if puts is None else cut,
+                made=made,
             )
             if puts is not None:
                 keys = puts.keys
@@ -162,7 +169,11 @@ class Database(Reading):
         except BaseException as error:
             # Ctrl-C may come when they are ordered, and nobody has said so yet.
             if self._wal.chain is not before:
-                self._fail_unapplied(error)
+                try:
+                    self._mend(error, made, chain_before)
+                except BaseException:
+                    to_the_end(self._mend, error, made, chain_before)
+                    raise
             raise
         return ticket
 
@@ -181,8 +192,18 @@ class Database(Reading):
             # What the log itself needs joins nobody, and holds up nobody.
             return int(self._wal.wait(ticket, urgent=may_use_reserve))
         except LowwaterError as error:
-            self._fail(error)
+            if not is_interrupt(error):
+                self._fail(error)
             raise
+
+    def _write_apart(self, *args: Any, **kwargs: Any) -> int:
+        """`_write` where no interrupt comes: for entries of which a part cannot be applied again."""
+        return self._apart(lambda: self._write(*args, **kwargs))
+
+    def _apart(self, call: Callable[[], T]) -> T:
+        """Write where no interrupt comes. Raises Busy to a signal handler that would wait for its thread."""
+        self._refuse_reentry()
+        return self._seams.runner.apart(call)
 
     def _queue(
         self,
@@ -196,6 +217,7 @@ class Database(Reading):
     ) -> Any:
         """The same without waiting: a ticket. What makes the log smaller may use the disk's reserve."""
         state = self._state
+        self._refuse_reentry()
         self._wait_for_room(timeout_s, may_use_reserve=may_use_reserve)
 
         def order() -> Any:
@@ -207,8 +229,14 @@ class Database(Reading):
                     return self._commit(self._with_images(encode), (), timeout_s)
                 return self._commit(encode, keys, timeout_s, puts)
 
-        ticket = state.away.call(order)
-        self._wake_flusher()
+        # Without a condition nothing is read, but for before-images.
+        try:
+            reads = decide is not None or self._wal.chain.settings.before_images
+            ticket = state.away.call(order) if reads else order()
+            self._wake_flusher()
+        except BaseException:
+            self._wake_flusher()  # an interrupt may have come when it was applied, and nobody told
+            raise
         return ticket
 
     def _with_images(self, encode: Encode) -> Encode:
@@ -459,7 +487,7 @@ class Database(Reading):
                 body["expires_us"] = time_us + ttl_us
             return [Control(Kind.PIN, body).encode(time_us)]
 
-        seq = self._write(encode, (), None, decide) - 1
+        seq = self._write_apart(encode, (), None, decide) - 1
         if ttl is not None:
             self._upkeep_task.wake()
         return seq
@@ -471,7 +499,7 @@ class Database(Reading):
             if name not in self._state.snapshots:
                 raise NotFound(f"there is no snapshot {name!r}")
 
-        return self._write(
+        return self._write_apart(
             lambda _, time_us: [Control(Kind.UNPIN, {"name": name}).encode(time_us)], (), None, decide
         )
 
@@ -491,7 +519,7 @@ class Database(Reading):
                     hint=f"from {floor} on there are versions",
                 )
 
-        return self._write(
+        return self._write_apart(
             lambda _, time_us: [Control(Kind.HORIZON, {"seq": seq}).encode(time_us)], (), None, decide
         )
 
@@ -504,7 +532,7 @@ class Database(Reading):
         ):
             raise InputError(f"the limit is {per_key!r:.80}", hint="give a number from 1 up, or None")
         entry = Control(Kind.HORIZON, {"per_key_max": per_key})
-        return self._write(lambda _, time_us: [entry.encode(time_us)], (), None)
+        return self._write_apart(lambda _, time_us: [entry.encode(time_us)], (), None)
 
     # ------------------------------------------------------------------ sessions
 
@@ -532,7 +560,7 @@ class Database(Reading):
                 raise InvalidEntry("the log has another segment there", hint="describe the one that it has")
 
         try:
-            return self._write(
+            return self._write_apart(
                 lambda _, time_us: [entry.encode(time_us)], (), None, decide, may_use_reserve=True
             )
         except _NotWantedError:
@@ -557,7 +585,7 @@ class Database(Reading):
             )
             return [each.encode(time_us) for each in (*entries, fork_entry(fork))]
 
-        return self._write(encode, (), None, may_use_reserve=True)
+        return self._write_apart(encode, (), None, may_use_reserve=True)
 
     def _upkeep_step(self) -> float | None:
         if self._failure is not None:
@@ -576,11 +604,10 @@ class Database(Reading):
             self.propose_control(change)
         self._upkeep.begin()
 
-    def close(self) -> None:
-        """Bring everything into pages and let the directory go."""
+    def _close(self) -> None:
         self._upkeep_task.stop()
         self._open_transactions.stop()
-        super().close()
+        super()._close()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -588,6 +615,9 @@ class Database(Reading):
         """Have a checkpoint made of what is there now, and return its id once all of it is durable here.
         Where nothing has happened since the last one, that is the one."""
         self._wal.refuse_forked()
+        self._refuse_reentry()
+        if self._one_checkpoint._is_owned():  # type: ignore[attr-defined]
+            raise busy(self._log.directory)
         with self._one_checkpoint:
             self._require_writable()
             with self._state.lock:
@@ -598,7 +628,7 @@ class Database(Reading):
             return self.wait_for_checkpoint(seq)
 
     def _order_checkpoint(self) -> int:
-        return self._write(
+        return self._write_apart(
             lambda _, time_us: [self._next_checkpoint_entry().encode(time_us)], (), None, may_use_reserve=True
         )
 

@@ -31,11 +31,13 @@ from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.due import DUE_MAX
 from lowwater.engine.entries import Abort, Begin, Commit, Control, Copy, Write, decode_payload
 from lowwater.engine.format import Kind
+from lowwater.engine.interrupts import to_the_end
 from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.opening import configured, open_parts
 from lowwater.engine.orchestrator import Orchestrator, Outcome
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
+from lowwater.engine.pieces import Piece
 from lowwater.engine.reading import Reading
 from lowwater.engine.redelivery import HeldFrames
 from lowwater.engine.replay import Progress
@@ -54,6 +56,7 @@ from lowwater.engine.requests import (
 from lowwater.engine.seams import Task
 from lowwater.engine.sessions import RequestId
 from lowwater.engine.upkeep import Upkeep
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     InputError,
     InvalidEntry,
@@ -98,7 +101,8 @@ class Engine(Reading):
         settings = configured(data, config)
         wanted = log_options or settings.log_options
         self._orchestrator = orchestrator
-        self._checkpoint_came = threading.Condition()
+        self._checkpoints_lock = threading.RLock()
+        self._checkpoint_came = Condition(self._checkpoints_lock)
         self._upkeep_task: Task | None = None
 
         def begin(log: Log, pages: PageStore, found: Seams) -> None:
@@ -178,7 +182,7 @@ class Engine(Reading):
         if refusal is Refusal.REPEATED:
             return self._first_outcome(seq, session_of(members))
         if asks_for_checkpoint:
-            with self._checkpoint_came:
+            with self._checkpoints_lock:
                 self._checkpoint_came.notify_all()
         return Outcome(seq, refusal)
 
@@ -222,16 +226,21 @@ class Engine(Reading):
                 payloads = with_them
         if refusal is not None:
             payloads = [encode(member, member.time_us, refused=refusal) for member in members]
+        made: list[Piece] = []
         doomed_before = state.transactions.doomed
         try:
-            pieces = self._wal.enqueue(lambda _: (seqs, payloads))
+            pieces = self._wal.enqueue(lambda _: (seqs, payloads), made=made)
             if chain.is_empty:
                 self._begin()
             self._apply_placed(pieces, chain)
         except BaseException as error:
             # Ctrl-C may come when they are ordered, and nobody has said so yet.
             if self._wal.chain is not chain:
-                self._fail_unapplied(error)
+                try:
+                    self._mend(error, made, chain)
+                except BaseException:
+                    to_the_end(self._mend, error, made, chain)
+                    raise
             raise
         measured = self.measured
         measured.conflicts += state.transactions.doomed - doomed_before + (refusal is Refusal.CONFLICT)
@@ -323,15 +332,18 @@ class Engine(Reading):
         state = self._state
         seq_before = state.checkpoint_seq
         deadline_s = None if timeout_s is None else self._now_s() + timeout_s
+
+        def has_come() -> bool:
+            return state.checkpoint_seq > seq_before or self._closed or self._failure is not None
+
         while True:
             self._want_checkpoint_entry()
             wait_s = PROPOSE_AGAIN_S if deadline_s is None else deadline_s - self._now_s()
-            with self._checkpoint_came:
-                if self._checkpoint_came.wait_for(
-                    lambda: state.checkpoint_seq > seq_before or self._closed or self._failure is not None,
-                    max(0.0, min(wait_s, PROPOSE_AGAIN_S)),
-                ):
-                    break
+            with self._checkpoints_lock:
+                if not has_come():
+                    self._checkpoint_came.wait(min(wait_s, PROPOSE_AGAIN_S))
+            if has_come():
+                break
             if deadline_s is not None and self._now_s() >= deadline_s:
                 raise TimedOut("the checkpoint entry was proposed, and has not come", path=self.directory)
         self._require_writable()
@@ -377,12 +389,11 @@ class Engine(Reading):
                 "the orchestrator took no entry", kind=kind, path=self.directory, error=str(error)
             )
 
-    def close(self) -> None:
-        """Bring everything into pages and let the directory go."""
+    def _close(self) -> None:
         if self._upkeep_task is not None:
             self._upkeep_task.stop()
-        super().close()
-        with self._checkpoint_came:
+        super()._close()
+        with self._checkpoints_lock:
             self._checkpoint_came.notify_all()
 
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from lowwater.engine.records import Record
 
 # As in `_fast.h`.
-VERSION = 5
+VERSION = 6
 
-Changes = tuple[int, int, list[tuple["Range", bytes, bytes]], list[tuple["Range", bytes]]]
-"""How many bytes left, of how many records; (range, key, record) of what somebody may still read; and the
-ranges that had no change before, with their first record."""
+Superseded = list[tuple["Range", bytes, bytes]]
+"""(range, key, record) of what somebody may still read."""
+Begun = list[tuple["Range", bytes]]
+"""The ranges that had no change before, with their first record."""
 PutFrames = tuple[list[bytes], list[bytes], bytes, bytes]
 """The keys in pages, the frames, all frames joined, and their positions as u32."""
 PutRecords = tuple[list[bytes], list[bytes], int, int]
@@ -48,24 +49,27 @@ def _put_changes(
     keys: Sequence[bytes],
     records: Sequence[Record],
     keeps_older: bool,
-) -> Changes:
-    """Have records as the newest changes of their keys, in the ranges that begin at `lows`."""
+    older: Superseded,
+    begun: Begun,
+) -> tuple[int, int]:
+    """Have records as the newest changes of their keys, in the ranges that begin at `lows`. Says how many
+    bytes left, of how many records. What it adds to `older` and `begun` is there before the change is: an
+    interrupt may come in between, or take the result away."""
     left_bytes = left_count = 0
-    older, begun = [], []
     for key, record in zip(keys, records, strict=True):
         place = ranges[bisect_right(lows, key) - 1]
         dirty = place.dirty
-        before = dirty.setdefault(key, record)
-        if before is not record:
-            dirty[key] = record
-            if keeps_older and U64.unpack_from(before) < U64.unpack_from(record):
-                older.append((place, key, before))
-            else:
-                left_bytes += len(before)
-                left_count += 1
-        elif not place.rec_seq:
-            begun.append((place, record))
-    return left_bytes, left_count, older, begun
+        before = dirty.get(key)
+        if before is None or before is record:
+            if not place.rec_seq:
+                begun.append((place, record))
+        elif keeps_older and U64.unpack_from(before) < U64.unpack_from(record):
+            older.append((place, key, before))
+        else:
+            left_bytes += len(before)
+            left_count += 1
+        dirty[key] = record
+    return left_bytes, left_count
 
 
 def _nothing(*_: Any) -> None:
@@ -95,7 +99,7 @@ def _compiled() -> tuple[Any, str]:
 _module, WHY_NOT_COMPILED = _compiled()
 IS_COMPILED: bool = _module is not None
 
-put_changes: Callable[..., Changes] = _module.put_changes if IS_COMPILED else _put_changes
+put_changes: Callable[..., tuple[int, int]] = _module.put_changes if IS_COMPILED else _put_changes
 # Pairs of text and bytes as frames of puts.
 put_frames: Callable[..., PutFrames | None] = _module.put_frames if IS_COMPILED else _nothing
 # The mere puts that follow one another in bytes of a log; and where plain frames begin, each of them checked.

@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 from lowwater.engine.pages import UNSTAMPED, Page
 from lowwater.engine.records import Record, seq_of
@@ -36,13 +37,32 @@ class Snapshot(NamedTuple):
     expires_us: int | None
 
 
+class Pin:
+    """A moment that somebody reads for as long as this is held: an interrupt may come before it is given
+    back."""
+
+    __slots__ = ("__weakref__", "seq")
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+
+
+Pins = dict[ref[Pin], int]
+"""Those that are held, with their seqs. One that nobody holds any more leaves without a lock, and without
+anything that could be interrupted."""
+
+
+def add_pin(pins: Pins, pin: Pin) -> None:
+    pins[ref(pin, pins.pop)] = pin.seq
+
+
 class Keeping:
     def __init__(self) -> None:
         self.expires_us: dict[str, int] = {}  # of the snapshots that end by themselves
         self.per_key_max: int | None = None
         self.exact_from = 0
-        # Seqs that this process has pinned since they were the newest, or a snapshot's.
-        self.exact_pins: set[int] = set()
+        # What this process has pinned since it was the newest, or a snapshot's.
+        self.exact_pins: Pins = {}
 
     def to_meta(self) -> dict[str, Any]:
         return {
@@ -74,7 +94,7 @@ class Keeping:
 
     def is_exact(self, seq: int, applied: int, snapshots: Mapping[str, int]) -> bool:
         """Whether no limit has taken anything of what is read at `seq`."""
-        return seq >= applied or seq in self.exact_pins or seq in snapshots.values()
+        return seq >= applied or seq in self.exact_pins.values() or seq in snapshots.values()
 
     def require_kept(
         self, key: bytes, records: Sequence[Record], page: Page | None, row: int, seq: int

@@ -50,6 +50,7 @@ from lowwater.engine.lmdb_file import (
 from lowwater.engine.pagestore import FULL, check_write, write_failure
 from lowwater.engine.real import RealFiles
 from lowwater.engine.swap import DATA, LOCK, finish_swap
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     Busy,
     Closed,
@@ -97,35 +98,37 @@ MARGIN_BYTES = 2**20
 
 
 class Gate:
-    """Many pass at a time, or one alone. It costs a reader two uncontended locks."""
+    """Many pass at a time, or one alone. It costs a reader two uncontended locks. Who passes is known by a
+    token of its own, which it may give back twice, and without having passed: an interrupt leaves nobody
+    inside."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
-        self._inside = 0
+        self._lock = threading.RLock()  # a signal handler may read too
+        self._condition = Condition(self._lock)
+        self._inside: set[object] = set()
         self._waiting = 0
         self._shut = False
         self.closed = False
 
-    def enter(self) -> None:
+    def enter(self, token: object) -> None:
         with self._lock:
-            while self._shut or self.closed or self._inside >= READERS_HERE_MAX:
+            while self._shut or self.closed or len(self._inside) >= READERS_HERE_MAX:
                 if self.closed:
                     raise Closed("the page store is closed", path=self._path)
                 self._wait()
-            self._inside += 1
+            self._inside.add(token)
 
-    def leave(self) -> None:
+    def leave(self, token: object) -> None:
         with self._lock:
-            self._inside -= 1
+            self._inside.discard(token)
             if self._waiting:
                 self._condition.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody is behind the gate while the block runs. Only one thread at a time may ask for that."""
-        with self._condition:
+        with self._lock:
             assert not self._shut, "two threads shut the gate"
             self._shut = True
             try:
@@ -138,7 +141,7 @@ class Gate:
         try:
             yield
         finally:
-            with self._condition:
+            with self._lock:
                 self._shut = False
                 self._condition.notify_all()
 
@@ -214,9 +217,9 @@ class LmdbPages:
     # ------------------------------------------------------------------------ reading
 
     def get(self, key: bytes) -> bytes | None:
-        gate = self._gate
-        gate.enter()
+        gate, token = self._gate, object()
         try:
+            gate.enter(token)
             transaction: lmdb.Transaction[bytes] = self._begin(self._pages)
             try:
                 return transaction.get(key)
@@ -225,7 +228,11 @@ class LmdbPages:
         except lmdb.Error as error:
             failure = error
         finally:
-            gate.leave()
+            try:
+                gate.leave(token)
+            except BaseException:
+                gate.leave(token)
+                raise
         return self._again(failure, lambda transaction: transaction.get(key, db=self._pages))
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -308,15 +315,20 @@ class LmdbPages:
         return self._again(failure, action, views=views)
 
     def _read_once(self, action: Callable[[lmdb.Transaction[Any]], T], *, views: bool) -> T:
-        self._gate.enter()
+        gate, token = self._gate, object()
         try:
+            gate.enter(token)
             transaction = self._begin(buffers=views)
             try:
                 return action(transaction)
             finally:
                 transaction.abort()
         finally:
-            self._gate.leave()
+            try:
+                gate.leave(token)
+            except BaseException:
+                gate.leave(token)
+                raise
 
     def _again(
         self, failure: lmdb.Error, action: Callable[[lmdb.Transaction[Any]], T], *, views: bool = False
@@ -475,11 +487,12 @@ class LmdbPages:
         self._generation += 1
 
     def _clear_dead_readers(self) -> None:
-        self._gate.enter()
+        token = object()
         try:
+            self._gate.enter(token)
             self._environment.reader_check()
         finally:
-            self._gate.leave()
+            self._gate.leave(token)
 
     def _set_map(self, size: int) -> None:
         self._environment.set_mapsize(size)

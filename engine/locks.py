@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal, ParamSpec, Protocol
 
 from lowwater.engine.check import Finding
+from lowwater.engine.interrupts import busy
 from lowwater.engine.seams import Clock
 from lowwater.errors import Closed, Deadlock, InternalError, LockTimeout
 
@@ -548,7 +549,7 @@ class LockManager:
     def __init__(self, clock: Clock) -> None:
         self.table = LockTable()
         self._clock = clock
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         # What the thread of each request sleeps on, until whoever settles the request releases it.
         self._turns: dict[Waiting, threading.Lock] = {}
 
@@ -557,7 +558,9 @@ class LockManager:
     ) -> None:
         """Return with the lock held. `timeout_s` 0 does not wait. Raises LockTimeout, and the owner holds
         what it held before; Deadlock, and it must give back all; Closed, when another thread has given
-        back its locks while it waited."""
+        back its locks while it waited. Busy to a signal handler that has interrupted another call here."""
+        if self._mutex._is_owned():  # type: ignore[attr-defined]
+            raise busy("locks")
         try:
             with self._mutex:
                 wait = timeout_s is None or timeout_s > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from lowwater.engine.check import Finding, check_directory_steps, require_log
 from lowwater.engine.directory import local_path
 from lowwater.engine.entries import Control, Entry, Writable, check_payload
 from lowwater.engine.format import Flag, Kind
+from lowwater.engine.interrupts import is_in_handler
 from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.moments import time_us_of
 from lowwater.engine.ownership import read_owner
@@ -174,6 +176,8 @@ class Log:
         self._options = options
         self._cold: ColdSource | None = None
         self._age_task = None
+        self._ending = threading.Lock()
+        self._closes_aside = False
         if options.segment_age_max_s is not None:
             self._age_task = seams.runner.start("log-age", self._age_step)
             self._age_task.wake()
@@ -541,9 +545,25 @@ class Log:
                 view[0].close()
 
     def close(self) -> None:
-        if self._age_task is not None:
-            self._age_task.stop()
-        self._wal.close()
+        """Write and sync what was queued, and let the directory go. In a signal handler that has interrupted
+        another call it is closed in the background, and the program does not end before that."""
+        runner = self._seams.runner
+        if not is_in_handler():
+            runner.apart(self._close)
+        elif not self._closes_aside:
+            # Of two signals in a row the second handler may have interrupted the first one in here.
+            self._closes_aside = True
+            try:
+                runner.start_call("close", self.close)
+            except BaseException:
+                self._closes_aside = False
+                raise
+
+    def _close(self) -> None:
+        with self._ending:  # whoever comes second returns when it is closed
+            if self._age_task is not None:
+                self._age_task.stop()
+            self._wal.close()
 
     def __enter__(self) -> Log:
         return self

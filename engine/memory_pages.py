@@ -84,7 +84,7 @@ class MemoryPages:
         self.has_sums = True
         self._disk: Disk = SoundDisk() if disk is None else disk
         self._life = self._disk.life
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # a signal handler may call too
         self._pages: dict[bytes, bytes] = {}
         self._meta: dict[bytes, bytes] = {}
         self._keys: list[bytes] | None = []

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from lowwater.engine.spill import Spill
 from lowwater.logging import get_logger
 
 if TYPE_CHECKING:
     from lowwater.engine.database import Database
+    from lowwater.engine.transactions import Transaction
 
 _logger = get_logger("transactions")
 
@@ -27,35 +29,45 @@ LOOK_AFTER_S = 1.0
 class Held:
     """What one transaction holds. It does not know its handle, so that one can be forgotten."""
 
-    def __init__(self, database: Database, started: int) -> None:
+    def __init__(self, database: Database, started: int, handle: Transaction) -> None:
         self.started = started  # the younger gives way
+        self._handle = ref(handle)
         self.began_s = database.seams.clock.monotonic()
         # By whoever ends it, and by its owner while nobody else may.
         self.using = threading.RLock()
-        self.is_forgotten = False
         self.ended = self.was_too_old = False
         self.why, self.hint = "this transaction has ended", "begin another one"
         self._database = database
-        database._open_transactions.add(self)
-        self.snapshot_seq = database._pin(None)
+        self._pin = database._pin(None)
+        self.snapshot_seq = self._pin.seq
         self.spill = Spill(database, self.snapshot_seq)
+        database._open_transactions.add(self)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody has the handle any more. No `__del__` says so, which could be interrupted."""
+        return self._handle() is None
 
     def end(self, *, committed: bool = False) -> None:
         with self.using:
-            if self.ended:
-                return
-            self.ended = True
             database = self._database
-            if committed:
-                database.measured.transactions_committed += 1
-            else:
-                database.measured.transactions_aborted += 1
-            try:
-                self.spill.end()
-            finally:
-                database._state.unpin(self.snapshot_seq)
-                database._locks.release_all(self)
-                database._open_transactions.discard(self)
+            if not self.ended:
+                self.ended = True
+                if committed:
+                    database.measured.transactions_committed += 1
+                else:
+                    database.measured.transactions_aborted += 1
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Where an interrupt cuts it short, the background does it again."""
+        database = self._database
+        try:
+            self.spill.end()
+        finally:
+            database._state.unpin(self._pin)
+            database._locks.release_all(self)
+        database._open_transactions.discard(self)
 
 
 class OpenTransactions:
@@ -72,7 +84,6 @@ class OpenTransactions:
     def add(self, held: Held) -> None:
         self._held[held] = None
         if not self._is_looking:
-            self._is_looking = True
             self._task.wake()
 
     def discard(self, held: Held) -> None:
@@ -82,11 +93,14 @@ class OpenTransactions:
         self._task.stop()
 
     def _step(self) -> float | None:
+        self._is_looking = True  # said by nobody else: who was to wake this may be interrupted before
         now_s = self._database.seams.clock.monotonic()
         for held in list(self._held):
             age_s = now_s - held.began_s
             is_too_old = self._age_max_s is not None and age_s >= self._age_max_s
-            if held.is_forgotten or is_too_old:
+            if held.ended:
+                self._end_again(held)
+            elif held.is_forgotten or is_too_old:
                 self._end(held, age_s)
         is_empty = not self._held
         # Short ones come and go: to be woken for each would cost more than to look once a while.
@@ -96,6 +110,14 @@ class OpenTransactions:
             return 0 if self._held else None
         self._was_empty = is_empty
         return LOOK_AFTER_S
+
+    def _end_again(self, held: Held) -> None:
+        """What an interrupt has left of its end."""
+        if held.using.acquire(blocking=False):
+            try:
+                held.end()
+            finally:
+                held.using.release()
 
     def _end(self, held: Held, age_s: float) -> None:
         if not held.using.acquire(blocking=False):

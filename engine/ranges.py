@@ -19,7 +19,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 
 from lowwater.engine.pages import Page
-from lowwater.engine.records import Record, is_transactional, transaction_of
+from lowwater.engine.records import Record, is_transactional, seq_of, transaction_of
 
 Records = dict[bytes, Record]
 # What newer records superseded and somebody may still read, oldest first. A list only where there are
@@ -44,6 +44,12 @@ def add_older(older: Older, key: bytes, record: Record) -> None:
         held.append(record)
     elif held is not record:
         older[key] = [held, record]
+
+
+def add_older_once(older: Older, key: bytes, record: Record) -> None:
+    """The same after an interrupt, where it may have been done."""
+    if all(seq_of(each) != seq_of(record) for each in older_of(older, key)):
+        add_older(older, key, record)
 
 
 class Layout:

@@ -20,7 +20,7 @@ from lowwater.engine.check_checkpoints import check_checkpoints
 from lowwater.engine.checkpoints import StoredCheckpoint
 from lowwater.engine.core import Core
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, ValueRef
-from lowwater.engine.keeping import Snapshot
+from lowwater.engine.keeping import Pin, Snapshot
 from lowwater.engine.listing import LIMIT_DEFAULT, Listing, as_text, head_of
 from lowwater.engine.moments import At, require_seq, time_us_of, timeout_of
 from lowwater.engine.pages import REFERENCE, after_prefix, encode_key
@@ -63,6 +63,7 @@ class Reading(Core):
 
     def _newest_here(self, bucket: str, key: str, reader: PlaceReader | None = None) -> Object | None:
         """The same for who holds no lock: where the page is away, it is read."""
+        self._refuse_inside()
         return self._state.away.call(lambda: self._newest(bucket, key, reader))[0]
 
     def _copied(self, bucket: str, key: str, row: Row | None = None) -> Copied:
@@ -167,7 +168,7 @@ class Reading(Core):
         try:
             pinned = self._pin(at, wait_s)
             try:
-                return self._state.away.call(lambda: self._state.at(encoded, bucket, key, pinned, reader))
+                return self._state.away.call(lambda: self._state.at(encoded, bucket, key, pinned.seq, reader))
             finally:
                 self._state.unpin(pinned)
         except VersionGone as gone:
@@ -178,6 +179,7 @@ class Reading(Core):
         """Who knows what is gone here, and the seq that is meant. Raises `gone` where nobody does."""
         if self._older is None or at is None:
             raise gone
+        self._refuse_in_handler()
         seq = self.seq_at(at) if isinstance(at, datetime) else at
         if seq > self._state.applied:
             raise gone
@@ -195,7 +197,7 @@ class Reading(Core):
             return
         try:
             yield lambda bucket, low, high, reader: chain.from_iterable(
-                self._lists_at(bucket, low, high, pinned, reader)
+                self._lists_at(bucket, low, high, pinned.seq, reader)
             )
         finally:
             self._state.unpin(pinned)
@@ -217,8 +219,9 @@ class Reading(Core):
                 low = encode_key(bucket.encode(), last.encode()) + b"\0"
             yield from ([each] for each in older.scan(bucket, low, high, seq))
 
-    def _pin(self, at: At | None, wait_s: float | None = None) -> int:
+    def _pin(self, at: At | None, wait_s: float | None = None) -> Pin:
         """Pin a moment that can be read, and wait until what it shows is durable."""
+        self._refuse_inside()
         state = self._state
         timeout_s = timeout_of(wait_s)
         if isinstance(at, datetime):
@@ -226,13 +229,13 @@ class Reading(Core):
         with state.lock:
             pinned = state.pin() if at is None else self._pin_seq(require_seq(at), timeout_s)
         try:
-            self._await(pinned)
+            self._await(pinned.seq)
         except BaseException:
             state.unpin(pinned)
             raise
         return pinned
 
-    def _pin_seq(self, seq: int, timeout_s: float | None) -> int:
+    def _pin_seq(self, seq: int, timeout_s: float | None) -> Pin:
         """With the state's lock."""
         state = self._state
         if seq > state.applied:
@@ -241,13 +244,13 @@ class Reading(Core):
                     f"seq {seq} was not written yet", seq=seq, hint=f"the last one is {state.applied}"
                 )
             # What comes above it before this thread runs again takes nothing of it away.
-            state.pin(seq)
+            pinned = state.pin(seq)
             try:
                 self._wait_applied(seq, timeout_s)
             except BaseException:
-                state.unpin(seq)
+                state.unpin(pinned)
                 raise
-            return seq
+            return pinned
         if seq < state.floor:
             raise VersionGone(f"versions below {state.floor} were dropped", seq=seq)
         if seq < state.pages_from:
@@ -306,7 +309,7 @@ class Reading(Core):
             return
         try:
             yield ()
-            yield from self._lists_at(bucket, low, high, pinned)
+            yield from self._lists_at(bucket, low, high, pinned.seq)
         finally:
             self._state.unpin(pinned)
 
@@ -343,20 +346,20 @@ class Reading(Core):
     def _root_here(self, at: At | None, wait_s: float | None) -> str:
         pinned = self._pin(at, wait_s)
         try:
-            base = self._checkpoints.not_above(pinned)
+            base = self._checkpoints.not_above(pinned.seq)
             try:
-                return self._root_at(pinned, base)
+                return self._root_at(pinned.seq, base)
             except LowwaterError as error:
                 if base is None or isinstance(error, RetryError | VersionGone):
                     raise
                 # A checkpoint that is damaged, of which `check()` tells, or removed meanwhile, is no reason
                 # not to read what it was made of.
-                return self._root_at(pinned, None)
+                return self._root_at(pinned.seq, None)
         finally:
             self._state.unpin(pinned)
 
-    def _root_at(self, pinned: int, base: StoredCheckpoint | None) -> str:
-        blocks = content.blocks_at(self._state, pinned, base=base)
+    def _root_at(self, seq: int, base: StoredCheckpoint | None) -> str:
+        blocks = content.blocks_at(self._state, seq, base=base)
         return content.root(blocks, content.list_boundaries(self._salt, self._page_keys)).hex()
 
     def _root_of_older(self, older: OlderVersions, seq: int) -> str:
@@ -393,7 +396,7 @@ class Reading(Core):
         except VersionGone:
             return
         try:
-            expected = self._root_at(pinned, None)
+            expected = self._root_at(pinned.seq, None)
             root = newest.root
         except LowwaterError:
             return  # what is wrong with pages, or with it, was found before

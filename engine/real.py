@@ -5,6 +5,7 @@ Always true: a directory that `make_directory` made is durable; a lock ends with
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import errno
@@ -15,10 +16,13 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lowwater.engine.posix_aio import WRITES_MAX, Requests
 from lowwater.engine.seams import ReadDenied, Step, SyncMode, write_in_turn
+
+T = TypeVar("T")
 
 # Linux takes at most this many buffers in one call (IOV_MAX).
 BUFFERS_PER_CALL = 1024
@@ -63,41 +67,57 @@ class RealRandomness:
 
 
 class ThreadTask:
-    """One thread that calls one step. An exception ends the thread; `error` keeps it."""
+    """One thread that calls one step. An exception ends the thread, and `error` keeps it; an interrupt, which
+    somebody has raised in the thread, does not: what it has cut short is called again."""
 
     def __init__(self, name: str, step: Step) -> None:
         self._step = step
-        self._wake = threading.Event()
+        # Free once somebody has woken the thread. A lock and no event: a signal handler may come while an
+        # event is being set, and would wait for that when it sets it too.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
         self._stopping = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"lowwater-{name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        while True:
+            try:
+                self._call_steps()
+                return
+            except Exception as error:
+                self.error = error
+                raise
+            except BaseException as error:  # noqa: BLE001 — raised in this thread by somebody else
+                self.error = error
+
+    def _call_steps(self) -> None:
         now_s = time.thread_time
-        try:
+        began_s = now_s()
+        while not self._stopping:
+            delay = self._step()
+            if delay != 0:
+                self._sleep(delay)
+            elif now_s() - began_s < TURN_S:
+                continue
+            else:
+                time.sleep(0)  # let a thread run that waits for the interpreter
             began_s = now_s()
-            while not self._stopping:
-                delay = self._step()
-                if delay != 0:
-                    self._wake.wait(delay if delay is None else min(delay, threading.TIMEOUT_MAX))
-                    self._wake.clear()
-                elif now_s() - began_s < TURN_S:
-                    continue
-                else:
-                    time.sleep(0)  # let a thread run that waits for the interpreter
-                began_s = now_s()
-        except BaseException as error:
-            self.error = error
-            raise
+
+    def _sleep(self, delay_s: float | None) -> None:
+        timeout_s = -1.0 if delay_s is None else min(max(delay_s, 0.0), threading.TIMEOUT_MAX)
+        self._asleep.acquire(timeout=timeout_s)
 
     def wake(self) -> None:
-        self._wake.set()
+        if self._asleep.locked():
+            with contextlib.suppress(RuntimeError):  # somebody else was faster
+                self._asleep.release()
 
     def stop(self) -> None:
         self._stopping = True
-        self._wake.set()
-        if threading.current_thread() is not self._thread:
+        self.wake()
+        if threading.get_ident() != self._thread.ident:
             self._thread.join()
 
 
@@ -108,6 +128,44 @@ class ThreadRunner:
 
     def start(self, name: str, step: Step) -> ThreadTask:
         return ThreadTask(name, step)
+
+    def apart(self, call: Callable[[], T]) -> T:
+        if threading.get_ident() != threading.main_thread().ident:
+            return call()
+        results: list[T] = []
+        errors: list[BaseException] = []
+        running = threading.Lock()
+        running.acquire()
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001 — raised again below, in the caller's thread
+                errors.append(error)
+            finally:
+                running.release()
+
+        interrupt: BaseException | None = None
+        try:
+            # Compiled: where an interrupt comes, it runs already.
+            _thread.start_new_thread(run, ())
+        except RuntimeError:
+            return call()  # there are too many threads, or the program ends
+        except BaseException as error:  # noqa: BLE001 — raised again below
+            interrupt = error
+        while not results and not errors:
+            try:
+                running.acquire()
+            except BaseException as error:  # noqa: BLE001 — likewise
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def start_call(self, name: str, call: Callable[[], object]) -> None:
+        threading.Thread(target=call, name=f"lowwater-{name}", daemon=False).start()
 
 
 class RealFile:

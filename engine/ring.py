@@ -57,6 +57,14 @@ class Ring:
             del self._frame_counts[: self._evicted]
             self._evicted = 0
 
+    def clear(self) -> None:
+        """After an interrupt. The next chunk may be any: who looks for an earlier one has the files."""
+        chunks: list[Chunk] = []
+        seqs_last: list[int] = []
+        frame_counts: list[int] = []
+        self._chunks, self._seqs_last, self._frame_counts = chunks, seqs_last, frame_counts
+        self._evicted = self._frames = self.bytes = 0
+
     def after(self, seq: int) -> Chunk | None:
         """The chunk with the first frame above `seq`, or None where the ring does not reach back to it."""
         index = bisect_right(self._seqs_last, seq, self._evicted)

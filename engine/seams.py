@@ -12,7 +12,9 @@ Always true of the code behind this line:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
+
+T = TypeVar("T")
 
 SyncMode = Literal["fsync", "fdatasync", "none"]
 
@@ -58,6 +60,15 @@ class Runner(Protocol):
     """Whether there may be other processes besides: in a simulation nothing happens that it does not call."""
 
     def start(self, name: str, step: Step) -> Task: ...
+
+    def apart(self, call: Callable[[], T]) -> T:
+        """Call it where no signal handler does: an interrupt is raised once it has ended. With no lock held
+        that it needs."""
+        ...
+
+    def start_call(self, name: str, call: Callable[[], object]) -> None:
+        """Have it called in the background. The program does not end before it has returned."""
+        ...
 
 
 class Readable(Protocol):

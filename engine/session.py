@@ -79,7 +79,7 @@ class Session:
     def __init__(self, database: Database, session_id: int) -> None:
         self.id = session_id
         self._database = database
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call too
         stored = self._stored()
         self._acknowledged = stored.acknowledged
         self._answered: set[int] = set()  # numbers above that, which the session gave

@@ -5,7 +5,8 @@ Always true:
     waits for them before the commit;
   - what is written was decided under the state's lock in the moment in which it got its seq: a frame here is
     never a refused one;
-  - while its end is not in the log, a crash ends it: opening again appends its abort.
+  - while its end is not in the log, a crash ends it: opening again appends its abort;
+  - `write`, `roll_back` and the end are called where no interrupt comes: what is in the log is known here.
 """
 
 from __future__ import annotations
@@ -116,22 +117,25 @@ class Spill:
             self._require_undoomed()
             decide()
 
-        return self._database._write(encode, (), None, check)
+        return self._database._write_apart(encode, (), None, check)
 
     def end(self) -> None:
         """Abort it, unless it was committed. Nobody waits for that: where it does not get into the log,
         opening again sees to it."""
         if self.txn and not self._has_ended:
-            self._has_ended = True
-            try:
-                self._database._queue(
-                    lambda _, time_us: [self._encode_end(Abort(self.txn), time_us)],
-                    (),
-                    None,
-                    may_use_reserve=True,
-                )
-            except LowwaterError:
-                pass  # the log takes nothing any more, and has told others
+            self._database._apart(self._abort)
+
+    def _abort(self) -> None:
+        self._has_ended = True
+        try:
+            self._database._queue(
+                lambda _, time_us: [self._encode_end(Abort(self.txn), time_us)],
+                (),
+                None,
+                may_use_reserve=True,
+            )
+        except LowwaterError:
+            pass  # the log takes nothing any more, and has told others
 
     def _encode_end(self, entry: Commit | Abort, time_us: int) -> bytes:
         return encode_outcome(entry, time_us, txn_seq_before=self._row().seq_last)

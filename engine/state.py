@@ -8,6 +8,8 @@ Always true:
     is decided for a page, or a record, with the lock: the answer is one moment's;
   - versions at or above `floor` can be read: dropping one that a pin or the horizon needs is a bug;
   - what a read returns may rest on entries that are not durable yet: `rests_on` says up to which;
+  - an interrupt may come between any two steps: `mend` completes what is under way, and the entries above
+    `applied` are applied once more then;
   - a call that needs a page that is away raises PageAway before anything has changed: `away.call` reads the
     page, without the lock, and calls again. Scans do that themselves.
 """
@@ -17,9 +19,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter
+from typing import Any
+from weakref import ref
 
 import cbor2
 
@@ -30,9 +35,9 @@ from lowwater.engine.chain import IDLE_KINDS
 from lowwater.engine.cleanpages import CleanPages
 from lowwater.engine.due import DUE_MAX, Due
 from lowwater.engine.entries import decode_body, decode_payload
-from lowwater.engine.fast import put_changes
+from lowwater.engine.fast import Begun, Superseded, put_changes
 from lowwater.engine.format import Flag, Kind
-from lowwater.engine.keeping import Keeping
+from lowwater.engine.keeping import Keeping, Pin, Pins, add_pin
 from lowwater.engine.pages import (
     REFERENCE,
     TOMBSTONE,
@@ -43,7 +48,7 @@ from lowwater.engine.pages import (
     encode_key,
 )
 from lowwater.engine.pagestore import PageStore
-from lowwater.engine.ranges import Layout, Range, RangeMap, add_older
+from lowwater.engine.ranges import Layout, Range, RangeMap, add_older, add_older_once, records_in
 from lowwater.engine.records import (
     Object,
     PageVersion,
@@ -101,6 +106,7 @@ class State:
         blocks: BlockSource | None = None,
     ) -> None:
         self.lock = threading.RLock()
+        self.owns_lock: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.store = store
         self.away = AwayPages(blocks, path=store.path, pool_bytes_max=pool_bytes_max)
         self.boundaries = boundaries
@@ -133,12 +139,16 @@ class State:
         # each can ship it, and none is outrun by those to come.
         self.ships_seq = 0
         self.checkpoints_due: list[Due] = []  # each pinned, until it is durable here
+        self._due_pins: dict[int, Pin] = {}
         self.is_checkpoint_here: Callable[[int], bool] = _never
         self.idle_seq = 0  # nothing but entries without news lies between the last checkpoint and this
-        self._pins: dict[int, int] = {}  # this process' own, with their number
+        self._pins: Pins = {}  # this process' own
         self.transactions = TransactionTable()
         self.keeps_older = False
         self.dirty_bytes = 0
+        # What `_put` is about to note of its changes, for who has to do it where an interrupt comes.
+        self._putting: tuple[Superseded, Begun] | None = None
+        self._mends = False
         self.clean = CleanPages()
         self.keeps_clean = True  # until it is closing, when nobody will read them
         self.limit_clean()
@@ -216,15 +226,20 @@ class State:
         """New versions. `frame_seq` is the seq of their frame where it is not theirs, as in a group. `keeps`
         what they supersede, whoever reads it: what a transaction writes may never count."""
         lows, ranges = self.map.view
-        left_bytes, left_count, older, begun = put_changes(
-            lows, ranges, keys, records, self.keeps_older or keeps
+        older: Superseded = []
+        begun: Begun = []
+        self._putting = older, begun
+        left_bytes, left_count = put_changes(
+            lows, ranges, keys, records, self.keeps_older or keeps, older, begun
         )
-        for place, key, before in older:
-            add_older(place.older, key, before)
+        if older:
+            add = add_older_once if self._mends else add_older
+            for place, key, before in older:
+                add(place.older, key, before)
         for place, record in begun:
             if not place.rec_seq:
-                place.rec_seq = frame_seq or seq_of(record)
                 place.since_s = self.now_s()
+                place.rec_seq = frame_seq or seq_of(record)
         added = sum(map(len, records)) - left_bytes + RECORD_OVERHEAD_BYTES * (len(records) - left_count)
         self.dirty_bytes += added
         # Whoever sees one of the changes waits for the lock first, and then finds nothing older here.
@@ -232,6 +247,35 @@ class State:
             if ready:
                 for key in keys:
                     ready.pop(key, None)
+        self._putting = None
+
+    @contextmanager
+    def mended(self) -> Iterator[None]:
+        """With the lock, after an interrupt while entries were applied: in the block those that are not are
+        applied again, which does no harm where a part of it was done. It may be repeated."""
+        self._mends = True
+        try:
+            if self._putting is not None:
+                for place, key, before in self._putting[0]:
+                    add_older_once(place.older, key, before)
+                self._putting = None
+            self._mend_ranges()
+            yield
+            self._mend_ranges()
+            self.decide_keeping()
+        finally:
+            self._mends = False
+
+    def _mend_ranges(self) -> None:
+        size = 0
+        for each in self.map.ranges:
+            if each.dirty and not each.rec_seq:
+                each.since_s = self.now_s()
+                each.rec_seq = self.applied + 1  # what was applied before has its range known
+            for records, older in ((each.dirty, each.older), (each.frozen or {}, each.frozen_older)):
+                held = [*records.values(), *chain.from_iterable(map(records_in, older.values()))]
+                size += sum(map(len, held)) + RECORD_OVERHEAD_BYTES * len(held)
+        self.dirty_bytes = size
 
     def _apply_bucket(self, key: bytes, record: Record) -> None:
         bucket = key[1:].decode()
@@ -291,13 +335,13 @@ class State:
 
     def add_due(self, due: Due) -> None:
         self.checkpoints_due.append(due)
-        self.pin(due.seq)
+        self._due_pins[due.seq] = self.pin(due.seq)
 
     def remove_due(self, seq: int) -> None:
         with self.lock:
             if any(due.seq == seq for due in self.checkpoints_due):
                 self.checkpoints_due = [due for due in self.checkpoints_due if due.seq != seq]
-                self.unpin(seq)
+                self.unpin(self._due_pins.pop(seq))
 
     def control_part(self) -> bytes:
         """With the lock: what the state has besides its content. All of it is a function of the log."""
@@ -426,7 +470,7 @@ class State:
         return self.floor_for(self.applied)
 
     def floor_for(self, seq: int) -> int:
-        return min([self.floor_kept(seq), *list(self._pins)])
+        return min([self.floor_kept(seq), *self._pins.values()])
 
     def floor_kept(self, seq: int) -> int:
         """The same without this process' pins: what the log says, and redo keeps."""
@@ -437,29 +481,29 @@ class State:
             floors.append(self.horizon)
         return min(floors)
 
-    def pin(self, seq: int | None = None) -> int:
-        """Keep what is read at `seq`, or now, until `unpin`."""
+    def pin(self, seq: int | None = None) -> Pin:
+        """Keep what is read at `seq`, or now, until `unpin`, or until nobody has what this returns."""
         with self.lock:
-            seq = self.applied if seq is None else seq
-            self._pins[seq] = self._pins.get(seq, 0) + 1
-            if self.keeping.is_exact(seq, self.applied, self.snapshots):
-                self.keeping.exact_pins.add(seq)
+            pin = Pin(self.applied if seq is None else seq)
+            add_pin(self._pins, pin)
+            if self.keeping.is_exact(pin.seq, self.applied, self.snapshots):
+                add_pin(self.keeping.exact_pins, pin)
             self.decide_keeping()
-            return seq
+            return pin
 
-    def unpin(self, seq: int) -> None:
+    def unpin(self, pin: Pin) -> None:
+        """Harmless when it is done again."""
         with self.lock:
-            count = self._pins.pop(seq) - 1
-            if count:
-                self._pins[seq] = count
-            else:
-                self.keeping.exact_pins.discard(seq)
+            self._pins.pop(ref(pin), None)
+            self.keeping.exact_pins.pop(ref(pin), None)
             self.decide_keeping()
 
     def needed_seqs(self) -> list[int]:
         """With the lock: the seqs at which somebody may read, besides the newest, in order."""
         open_rows = self.transactions.open.values()
-        return sorted({*self.snapshots.values(), *self._pins, *(row.snapshot_seq for row in open_rows)})
+        return sorted(
+            {*self.snapshots.values(), *self._pins.values(), *(row.snapshot_seq for row in open_rows)}
+        )
 
     def is_limited(self, seq: int) -> bool:
         keeping = self.keeping
@@ -477,15 +521,27 @@ class State:
         """An object that was read a short while ago, if nothing has changed since. Always durable."""
         found = self._ready_new.get(key)
         if found is None and (found := self._ready_old.get(key)) is not None:
-            self._move_to_new(key, found)
+            self._unless_locked(self._move_to_new, key, found)
         return found
 
     def _move_to_new(self, key: bytes, found: Object) -> None:
-        # With the lock, because a writer may be taking it out. Nobody waits for that: it can be moved later.
-        if self.lock.acquire(blocking=False):
-            if self._ready_old.get(key) is found:
-                self._add_ready(key, found)
-            self.lock.release()
+        """With the lock, because a writer may be taking it out."""
+        if self._ready_old.get(key) is found:
+            self._add_ready(key, found)
+
+    def _unless_locked(self, step: Callable[..., None], *args: Any) -> None:
+        """With the lock, do what can as well be done another time: nobody waits for a writer that has it."""
+        if self.owns_lock():
+            return
+        try:
+            if self.lock.acquire(blocking=False):
+                step(*args)
+                self.lock.release()
+        except BaseException:
+            # An interrupt may have come before the lock was taken, with it, or after it was given back.
+            if self.owns_lock():
+                self.lock.release()
+            raise
 
     def newest(
         self, key: bytes, bucket: str, name: str, durable_seq: int, reader: PlaceReader | None = None
@@ -539,7 +595,7 @@ class State:
                 # What was asked for once may never be again. Losing one of these to a race costs nothing.
                 asked_for = self._asked_for
                 if key in asked_for:
-                    self._keep_ready(key, found, place, epoch, changed)
+                    self._unless_locked(self._keep_ready, key, found, place, epoch, changed)
                 else:
                     if len(asked_for) >= self._asked_for_max:
                         asked_for.clear()
@@ -580,16 +636,10 @@ class State:
     def _keep_ready(
         self, key: bytes, found: Object, place: Range, epoch: int, changed: Record | None
     ) -> None:
-        """Who changes the key takes it out of here afterwards, with the lock; who was faster than us is seen.
-        Without the lock others could find it here before we have looked."""
-        if not self.lock.acquire(blocking=False):
-            return
-        try:
-            if place.epoch != epoch or place.dirty.get(key) is not changed:
-                return
+        """With the lock. Who changes the key takes it out of here afterwards, also with the lock; who was
+        faster than us is seen. Without the lock others could find it here before we have looked."""
+        if place.epoch == epoch and place.dirty.get(key) is changed:
             self._add_ready(key, found)
-        finally:
-            self.lock.release()
 
     def _add_ready(self, key: bytes, found: Object) -> None:
         """With the lock. Those that are not read again go with the next generation but one."""

@@ -131,10 +131,6 @@ class CurrentSegment:
         self.unread: list[bytes] = []
         self.unread_bytes = 0
 
-    def keep_unread(self, data: bytes) -> None:
-        self.unread.append(data)
-        self.unread_bytes += len(data)
-
     def take_unread(self) -> list[bytes]:
         unread, self.unread = self.unread, []
         self.unread_bytes = 0
@@ -157,8 +153,11 @@ class SegmentStore:
         *,
         sync_mode: SyncMode,
         clock: Clock,
-        lock: threading.Lock,
+        lock: threading.RLock,
+        apart: Callable[[Callable[[], None]], None],
     ) -> None:
+        """`apart` calls where no interrupt comes: what takes several steps, and is done once in a while."""
+        self._apart = apart
         self._files = files
         self._directory = directory
         self._clock = clock
@@ -254,14 +253,13 @@ class SegmentStore:
         batches = _batches(pieces, batch_bytes_max)
         size = sum([len(batch.data) for batch in batches])
         first = pieces[0]
-        current = self.current
-        if current is None:
+        if (chain := first.starts_segment) is not None:
             assert len(batches) == 1, "the first batch of a segment goes with its header"
-            assert first.starts_segment is not None
-            current = self._begin(first.starts_segment, first.seq_first)
+            self._apart(lambda: self._begin_after(chain, first.seq_first))
+        current = self.current
+        assert current is not None, "a piece was cut for a segment that has begun"
+        if not current.body_bytes:
             head = current.header.encode()
-            current.hasher.add(head)
-            current.body_bytes = HEADER_BYTES
             assert first.offset == HEADER_BYTES, "a piece was cut for another place"
             if HEADER_BYTES + size > current.zeroed_bytes:
                 self._zero_ahead(current, HEADER_BYTES + size)
@@ -283,29 +281,62 @@ class SegmentStore:
         self.synced_at_s = self._clock.monotonic()
         self.sync_s = self.synced_at_s - sync_started_s
         AFTER_SYNC()
-        current.body_bytes += size
-        for piece in pieces:
-            current.positions.extend(piece.positions)
-            current.has_news = current.has_news or piece.has_news
-        current.seq_last = pieces[-1].seq_last
-        current.time_last_us = pieces[-1].time_us
         return batches
 
-    def publish(self, batches: Sequence[Batch]) -> None:
-        """Let readers see what `write` wrote. Called with the lock held."""
+    def publish(self, pieces: Sequence[Piece], batches: Sequence[Batch]) -> None:
+        """Let readers see what `write` wrote. Called with the lock held. Where an interrupt cuts it short,
+        `mend_publishing` is called before that is given back, and nothing of it has been."""
         current = self.current
         assert current is not None
-        current.publish()
+        size = 0
+        has_news = current.has_news
+        for piece in pieces:
+            current.positions.extend(piece.positions)
+            has_news = has_news or piece.has_news
         for batch in batches:
-            current.keep_unread(batch.data)
+            current.unread.append(batch.data)
+            size += len(batch.data)
+        frame_count = len(current.positions)
+        # No call from here on: an interrupt finds all of it or nothing.
+        current.body_bytes = (current.body_bytes or HEADER_BYTES) + size
+        current.unread_bytes += size
+        current.has_news = has_news
+        current.seq_last = current.durable_seq_last = pieces[-1].seq_last
+        current.time_last_us = current.durable_time_us = pieces[-1].time_us
+        current.durable_bytes = current.body_bytes
+        current.durable_frames = frame_count
         if self._sync_mode != "none":
-            self._note_synced(current)
+            self._synced_seq = current.seq_last
+            self._synced_bytes = current.body_bytes
+
+    def mend_publishing(self) -> None:
+        """With the lock held: take back what an interrupt has left of `publish`."""
+        current = self.current
+        if current is not None:
+            del current.positions[current.durable_frames :]
+            while sum(map(len, current.unread)) > current.unread_bytes:
+                current.unread.pop()
+
+    @property
+    def published_seq(self) -> int:
+        """With the lock held: of the last frame that readers see."""
+        if self.current is not None:
+            return self.current.durable_seq_last
+        return self.segments[-1].seq_last if self.segments else 0
 
     def _note_synced(self, current: CurrentSegment) -> None:
         self._synced_seq = current.seq_last
         self._synced_bytes = current.body_bytes
 
-    def _begin(self, chain: Chain, seq_first: int) -> CurrentSegment:
+    def _begin_after(self, chain: Chain, seq_first: int) -> None:
+        """Begin a segment, unless an interrupted leader has, and end the one before, if it has not come to
+        that."""
+        if self.current is not None and self.current.durable_frames:
+            self.rotate()
+        if self.current is None:
+            self._begin(chain, seq_first)
+
+    def _begin(self, chain: Chain, seq_first: int) -> None:
         BEFORE_BEGIN()
         files = self._files
         with self._job_lock:
@@ -324,13 +355,13 @@ class SegmentStore:
             before.segment_hash if before is not None else bytes(32),
         )
         current = CurrentSegment(file, header, BlockHasher(header.block_bytes))
+        current.hasher.add(header.encode())
         if spare_ready:
             current.zeroed_bytes = file.size()
         if vectorised() is not None:
             current.builder = FooterBuilder()
         with self._lock:
             self.current = current
-        return current
 
     def _zero_ahead(self, current: CurrentSegment, needed_bytes: int) -> None:
         """Have synced zeros where the next frames go, up to the size at which the segment ends."""
@@ -352,8 +383,12 @@ class SegmentStore:
         current.file.sync("fsync")
         current.zeroed_bytes = end
 
-    def rotate(self) -> None:
+    def end_segment(self) -> None:
         """The current segment is complete and published: put it in line for its footer."""
+        self._apart(self.rotate)
+
+    def rotate(self) -> None:
+        """The same by who is not interrupted."""
         BEFORE_ROTATE()
         current = self.current
         assert current is not None
@@ -402,7 +437,7 @@ class SegmentStore:
         current = self.current
         if current is not None:
             if current.unread_bytes > UNREAD_BYTES_MAX:
-                self._read_step()
+                self._apart(self._help_to_read)
             if current.durable_bytes < self._housekeeping_from_bytes:
                 return False
         self._housekeeping_from_bytes = _ASKED
@@ -444,6 +479,9 @@ class SegmentStore:
             if builder is not None:
                 builder.read(data, positions[0], positions)
             return True
+
+    def _help_to_read(self) -> None:
+        self._read_step()
 
     def seal_all(self) -> None:
         with self._job_lock:

@@ -64,7 +64,7 @@ class Transaction:
     def __init__(
         self, database: Database, *, started: int, isolation: Isolation, lock_timeout_s: float | None
     ) -> None:
-        self._held = Held(database, started)
+        self._held = Held(database, started, self)
         self._database = database
         self._isolation = isolation
         self._lock_timeout_s = lock_timeout_s
@@ -81,12 +81,6 @@ class Transaction:
         self.seq: int | None = None
         self.snapshot_seq = self._held.snapshot_seq
         self._spill = self._held.spill
-
-    def __del__(self) -> None:
-        """Wherever the collector comes by: the background gives back what it holds."""
-        held = getattr(self, "_held", None)
-        if held is not None:
-            held.is_forgotten = True
 
     # ------------------------------------------------------------------ reading
 
@@ -252,8 +246,11 @@ class Transaction:
         if self._undo:
             with self._held.using:
                 self._require_use()
-                self._spill.write([entry for _, entry, _ in self._undo])
-            self._forget_writes()
+                self._database._apart(self._spill_all)
+
+    def _spill_all(self) -> None:
+        self._spill.write([entry for _, entry, _ in self._undo])
+        self._forget_writes()
 
     def _forget_writes(self) -> None:
         self._writes, self._written_keys, self._undo, self._bytes = {}, [], [], 0
@@ -274,8 +271,7 @@ class Transaction:
         if count < self._spill.count:
             with self._held.using:
                 self._require_use()
-                self._spill.roll_back(count)
-            self._forget_writes()
+                self._database._apart(lambda: self._roll_back_spilled(count))
         while self._write_count > count:
             encoded, _, before = self._undo.pop()
             if before is None:
@@ -284,6 +280,10 @@ class Transaction:
             else:
                 self._writes[encoded] = before
         self._database._locks.release_since(self._held, savepoint._locks)
+
+    def _roll_back_spilled(self, count: int) -> None:
+        self._spill.roll_back(count)
+        self._forget_writes()
 
     # ------------------------------------------------------------------ ending
 

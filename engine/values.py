@@ -99,7 +99,7 @@ class ValueReader:
         self._is_shipped = is_shipped
         self._open: OrderedDict[int, OpenedSegment] = OrderedDict()
         self._blocks: dict[int, VerifiedBlocks] = {}  # of the open ones that parts were read of
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call too
 
     @contextmanager
     def _reading(self) -> Generator[None, None, None]:

@@ -12,7 +12,11 @@ Always true:
   - nobody is told "durable", and no reader sees a frame, before the sync that covers it has returned;
   - after any failure of a write or a sync the log is poisoned: every waiter and every later append gets the
     error, reads go on, and nothing is written any more. Whether the last batch survives is decided by the
-    next opening.
+    next opening;
+  - an interrupt is no failure: what was queued is written all the same. A leader that is interrupted puts
+    back what it has not published, and hands the lead over; who leads next writes the same bytes to the same
+    place. Only what is in `publish` may not be repeated, so it is done to the end;
+  - a call from a signal handler that would wait for its own thread raises Busy.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from lowwater.engine import format
 from lowwater.engine.before_images import bytes_without_image
 from lowwater.engine.chain import Chain
 from lowwater.engine.directory import LOCK, typed_errors
+from lowwater.engine.interrupts import busy, count_below, is_interrupt, to_the_end
 from lowwater.engine.moments import timeout_of
 from lowwater.engine.pieces import Piece, cut, cut_alone
 from lowwater.engine.recover import inspect_directory
@@ -44,6 +49,7 @@ from lowwater.engine.store import Batch, SegmentStore
 from lowwater.engine.tickets import (
     AppendFuture,
     RoomWaiter,
+    Settled,
     Ticket,
     again,
     resolve_futures,
@@ -51,6 +57,7 @@ from lowwater.engine.tickets import (
     wake_next,
     wake_room_waiters,
 )
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     Busy,
     Closed,
@@ -72,6 +79,8 @@ RUN_BYTES_MAX = 2**19
 assert RUN_BYTES_MAX < format.BATCH_BYTES_MAX, "recovery would take what lies behind a torn batch for damage"
 # What an append costs in memory besides its frames.
 APPEND_OVERHEAD_BYTES = 600
+
+_this_thread = threading.get_ident
 
 # What encoding runs into when it is given something else than entries.
 _ENCODING_ERRORS = (TypeError, ValueError, AttributeError, struct.error, OverflowError)
@@ -139,10 +148,12 @@ class Wal:
         self.options = options
         self._metrics: LogMetrics | None = None
         self._registry: CollectorRegistry | None = None
-        self.lock = threading.Lock()
-        self._room = threading.Condition(self.lock)
+        # It knows its thread: a signal handler comes in the middle of anything, and must not wait for that.
+        self.lock = threading.RLock()
+        self._owns_lock: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self._room = Condition(self.lock)
         self._room_sleepers = 0
-        self.durable_changed = threading.Condition(self.lock)
+        self.durable_changed = Condition(self.lock)
         self.followers = 0  # readers that wait for `durable_changed`
         self._queue: deque[Piece] = deque()
         self._in_flight: list[Piece] = []
@@ -151,11 +162,11 @@ class Wal:
         self._sync_due_s: float | None = None
         # Who leads waits for others to join it, until the first of them has waited so long, or in a hurry.
         self._gather_s = options.gather_ms / 1000
-        self._joined = threading.Condition(self.lock)
+        self._joined = Condition(self.lock)
         self._gathering = self._hurry = False
         self._leading = False
         self._leads_ended = 0
-        self._lead_over = threading.Condition(self.lock)
+        self._lead_over = Condition(self.lock)
         self._settling: list[Ticket] = []  # durable, and perhaps not told so yet
         self._writer_leads = False
         self._writer_is_up = False  # the writer thread will look at the queue again by itself
@@ -167,6 +178,9 @@ class Wal:
         # Entries were taken with ack="memory" and discarded: there is nobody else to tell.
         self._lost_unheard = False
         self._room_waiters: list[RoomWaiter] = []
+        # Of leads that an exception has ended.
+        self._unresolved: list[Ticket] = []
+        self._to_wake: list[tuple[Settled, list[RoomWaiter]]] = []
         self.ring = Ring(options.ring_bytes_max, options.ring_frames_max)
         # Of all frames that were ever queued here.
         self.ordered_bytes = 0
@@ -183,7 +197,13 @@ class Wal:
             self.torn_bytes = recovered.current.torn_bytes if recovered.current is not None else 0
             with typed_errors(directory, "open the log"):
                 self.store = SegmentStore(
-                    files, directory, recovered, sync_mode=options.sync_mode, clock=clock, lock=self.lock
+                    files,
+                    directory,
+                    recovered,
+                    sync_mode=options.sync_mode,
+                    clock=clock,
+                    lock=self.lock,
+                    apart=runner.apart,
                 )
             self.durable_seq = self._chain.seq_last
             self.durable_time_us = self._chain.time_us
@@ -232,7 +252,9 @@ class Wal:
 
     def append(self, build: Build, *, timeout_s: float | None = None, urgent: bool = False) -> int:
         """Append, and return the last seq once it is durable. What is `urgent` does not wait for others."""
-        self.refuse_forked()
+        if self._forked or self._leading or self._owns_lock():
+            self.refuse_forked()
+            self.refuse_reentry(1)
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
@@ -240,7 +262,11 @@ class Wal:
                 self._get_in_line(ticket, urgent=urgent)
             self._wait_or_lead(ticket)
         except BaseException:
-            self._abandon(ticket)
+            try:
+                self._abandon(ticket)
+            except BaseException:
+                to_the_end(self._abandon, ticket)
+                raise
             raise
         return ticket.seq_last
 
@@ -251,16 +277,24 @@ class Wal:
         timeout_s: float | None = None,
         alike: bool = False,
         cut_at_once: CutAtOnce | None = None,
+        made: list[Piece] | None = None,
     ) -> tuple[Ticket, list[Piece]]:
         """Give entries their seqs and queue them. `wait` returns once they are durable, and has to be called:
-        until then nobody need be writing them. `alike` is for `cut`."""
+        until then nobody need be writing them. `alike` is for `cut`. What is queued is in `made` before it is
+        queued: an interrupt may take the result away. A signal handler asks `refuse_reentry` before."""
         self.refuse_forked()
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
-                pieces = self._enqueue(build, ticket, timeout_s, alike=alike, cut_at_once=cut_at_once)
+                pieces = self._enqueue(
+                    build, ticket, timeout_s, alike=alike, cut_at_once=cut_at_once, made=made
+                )
         except BaseException:
-            self._abandon(ticket)
+            try:
+                self._abandon(ticket)
+            except BaseException:
+                to_the_end(self._abandon, ticket)
+                raise
             raise
         return ticket, pieces
 
@@ -274,7 +308,11 @@ class Wal:
                     self._get_in_line(ticket, urgent=urgent)
             self._wait_or_lead(ticket)
         except BaseException:
-            self._abandon(ticket)
+            try:
+                self._abandon(ticket)
+            except BaseException:
+                to_the_end(self._abandon, ticket)
+                raise
             raise
         return ticket.seq_last
 
@@ -286,6 +324,7 @@ class Wal:
         return self._flush()
 
     def _flush(self) -> int:
+        self.refuse_reentry(1)
         ticket = Ticket(self.clock.monotonic())
         try:
             with self.lock:
@@ -302,7 +341,11 @@ class Wal:
                 self._get_in_line(ticket, urgent=True)
             self._wait_or_lead(ticket)
         except BaseException:
-            self._abandon(ticket)
+            try:
+                self._abandon(ticket)
+            except BaseException:
+                to_the_end(self._abandon, ticket)
+                raise
             raise
         return ticket.seq_last
 
@@ -336,16 +379,23 @@ class Wal:
             ticket.turn = None
             wake_next(ticket)
             if ticket.promoted and not ticket.leads:
-                ticket.leads = True
-                self._hand_over()
-            elif self._queue and not self._leading:
-                # It left between queueing its entries and getting in line.
-                self._writer.wake()
+                self._hand_over(ticket)
+            self._wake_for_others()
+
+    def _wake_for_others(self) -> None:
+        """With the lock held, by who was interrupted: whom it may not have woken any more."""
+        if self._writer_leads or (self._queue and not self._leading):
+            # Also where it left between queueing its entries and getting in line.
+            self._writer.wake()
+        if not self._leading:
+            self._lead_over.notify_all()
+        self._room.notify_all()
 
     def submit(self, build: Build, *, timeout_s: float | None = None) -> Future[int]:
         """Append, and return a future of the last seq that resolves once it is durable. Blocks only while
         the queue is full."""
         self.refuse_forked()
+        self._refuse_inside()
         ticket = Ticket(self.clock.monotonic())
         future = ticket.future = AppendFuture()
         try:
@@ -355,13 +405,14 @@ class Wal:
             if wake:
                 self._writer.wake()
         except BaseException:
-            self._leave_to_writer()
+            self.leave_to_writer()
             raise
         return future
 
     async def append_async(self, build: Build) -> int:
         """`append` for coroutines: one wake-up of the event loop for all that one sync made durable."""
         self.refuse_forked()
+        self._refuse_inside()
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.clock.monotonic())
         ticket.loop = loop
@@ -380,18 +431,22 @@ class Wal:
                 if wake:
                     self._writer.wake()
             except BaseException:
-                self._leave_to_writer()
+                self.leave_to_writer()
                 raise
             if room is None:
                 return await waiter
             await room
 
-    def enqueue(self, build: Build, *, timeout_s: float | None = None) -> list[Piece]:
-        """Append, and return the pieces at once (`ack="memory"`): they are durable after the next sync."""
+    def enqueue(
+        self, build: Build, *, timeout_s: float | None = None, made: list[Piece] | None = None
+    ) -> list[Piece]:
+        """Append, and return the pieces at once (`ack="memory"`): they are durable after the next sync.
+        `made` is as for `order`."""
         self.refuse_forked()
+        self._refuse_inside()
         try:
             with self.lock:
-                pieces = self._enqueue(build, None, timeout_s)
+                pieces = self._enqueue(build, None, timeout_s, made=made)
                 if not self._urgent and self._queued_bytes >= self.options.batch_bytes_max:
                     self._urgent = True
                 wake = False
@@ -403,11 +458,11 @@ class Wal:
             if wake:
                 self._writer.wake()
         except BaseException:
-            self._leave_to_writer()
+            self.leave_to_writer()
             raise
         return pieces
 
-    def _leave_to_writer(self) -> None:
+    def leave_to_writer(self) -> None:
         """The thread leaves (an error, Ctrl-C), perhaps without having woken the writer thread that it had
         given the lead, or with entries queued that nobody knows of."""
         if self._writer_leads or (self._queue and not self._leading):
@@ -427,6 +482,24 @@ class Wal:
                 hint="open a log after the fork, in one process only",
             )
 
+    def refuse_reentry(self, calls: int = 0) -> None:
+        """Raise Busy where a signal handler calls, and its thread has the lock, or leads or stands in line:
+        the handler would wait for what goes on when it has returned. `calls` of this thread need not."""
+        if self._owns_lock() or (self._leading and self._is_reentry(calls)):
+            raise busy(self.directory)
+
+    def _refuse_inside(self) -> None:
+        """The same for a call that waits for no write."""
+        if self._owns_lock():
+            raise busy(self.directory)
+
+    def _is_reentry(self, calls: int) -> bool:
+        """Whether this thread is inside more than so many calls that lead, or wait for their turn. Who
+        resolves futures has led, and may be called back."""
+        if _this_thread() != threading.main_thread().ident:
+            return False  # nowhere else are handlers called
+        return count_below(_WAITING, resolve_futures.__code__) > calls
+
     def _require_open(self) -> None:
         if self._failure is not None:
             self._lost_unheard = False
@@ -442,6 +515,7 @@ class Wal:
         *,
         alike: bool = False,
         cut_at_once: CutAtOnce | None = None,
+        made: list[Piece] | None = None,
     ) -> list[Piece]:
         """With the lock held: order the entries, cut them, queue them. Raises before anything changed."""
         if timeout_s is not None:
@@ -491,6 +565,8 @@ class Wal:
         pieces[-1].completes = True
         if ticket is not None:
             ticket.seq_last = chain.seq_last
+        if made is not None:
+            made += pieces
         # Last and in this order: Ctrl-C comes after a call returns, and must find all of it done or nothing.
         self._chain = chain
         self._queued_bytes += size
@@ -551,6 +627,8 @@ class Wal:
                 return
             if not blocking:
                 raise _QueueFullError
+            if self._leading and self._is_reentry(1):
+                raise busy(self.directory)
             self._urgent = True
             self._end_gathering(urgent=True)
             if not self._leading or self._writer_leads:
@@ -562,10 +640,11 @@ class Wal:
                     self.lock.release()
                     self._lead(lead)
                 except BaseException:
-                    self._abandon(lead)
+                    to_the_end(self._abandon, lead)
                     raise
                 finally:
-                    self.lock.acquire()
+                    while not self._owns_lock():
+                        to_the_end(self.lock.acquire)
                 continue
             remaining_s = None if deadline_s is None else deadline_s - self.clock.monotonic()
             if remaining_s is not None and remaining_s <= 0:
@@ -591,15 +670,25 @@ class Wal:
     def _writer_step(self) -> float | None:
         # Batch after batch without leaving: between two of them the interpreter must not change hands, or the
         # disk waits until the thread that encodes the next entries is done.
-        while True:
-            with self.lock:
-                wait_s = self._take_up_lead()
-                self._writer_is_up = wait_s == 0
-                if wait_s != 0:
-                    return wait_s
-            self._lead(None)
+        lead = Ticket(0)
+        try:
+            while True:
+                if lead.leads:
+                    lead = Ticket(0)
+                with self.lock:
+                    wait_s = self._take_up_lead(lead)
+                    self._writer_is_up = wait_s == 0
+                    if wait_s != 0:
+                        return wait_s
+                self._lead(None, lead)
+        except BaseException:
+            # Whoever raises something in this thread finds it anywhere: it is called again.
+            lead.turn = None
+            to_the_end(self._abandon, lead)
+            self._writer.wake()
+            raise
 
-    def _take_up_lead(self) -> float | None:
+    def _take_up_lead(self, lead: Ticket) -> float | None:
         """With the lock held, by the writer thread: 0 when it leads now, else how long it can sleep."""
         if not self._writer_leads:
             if self._leading or not self._queue:
@@ -608,8 +697,8 @@ class Wal:
                 wait_s = self._sync_due_s - self.clock.monotonic()
                 if wait_s > 0:
                     return wait_s
-            self._leading = True
-        self._writer_leads = False
+        # Together, for an interrupt to find all of it or nothing.
+        self._leading, self._writer_leads, lead.promoted = True, False, True
         return 0
 
     def _gather(self) -> None:
@@ -633,10 +722,11 @@ class Wal:
         if urgent or self._queued_bytes >= self.options.batch_bytes_max:
             self._hurry = True
             if self._gathering:
-                self._joined.notify()
+                self._joined.notify_all()
 
-    def _lead(self, ticket: Ticket | None) -> None:
-        """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it."""
+    def _lead(self, ticket: Ticket | None, lead: Ticket | None = None) -> None:
+        """Write batches until `ticket` is done, or one batch, then hand the lead over. The caller has it,
+        which stands in `lead` where it has no ticket."""
         if self._gather_s:
             self._gather()
         resolved: list[Ticket] = []
@@ -644,6 +734,8 @@ class Wal:
         try:
             if ticket is not None:
                 ticket.leads = True
+            elif lead is not None:
+                lead.leads = True
             while True:
                 with self.lock:
                     run = self._take_run(alone=ticket is not None)
@@ -653,26 +745,90 @@ class Wal:
                     break
             with self.lock:
                 self._hand_over()
-        except Exception as error:  # noqa: BLE001 — whatever went wrong, nobody may write after it
-            self._poison(error, leading=self._leads_ended == leads_ended)
         except BaseException as error:
-            # Ctrl-C may come after the lead was handed over, and the next leader be inside a write.
-            self._poison(error, leading=self._leads_ended == leads_ended)
-            raise
+            try:
+                is_over = self._end_lead(error, leads_ended, ticket or lead, resolved)
+            except BaseException:
+                # The failure that it began with has ended the lead, whatever comes while it is dealt with.
+                to_the_end(self._end_lead, error, leads_ended, ticket or lead, resolved)
+                raise
+            if is_over:
+                raise
         finally:
             # The writer thread has to be there for others.
-            resolve_futures(resolved, reporting=ticket is None)
+            try:
+                resolve_futures(resolved, reporting=ticket is None)
+            except BaseException:
+                to_the_end(resolve_futures, resolved)
+                raise
 
-    def _hand_over(self) -> None:
-        """With the lock held, by the leader: the lead goes to whoever waits at the head of the queue."""
+    def _end_lead(
+        self, error: BaseException, leads_ended: int, ticket: Ticket | None, resolved: list[Ticket]
+    ) -> bool:
+        """After an exception in a lead: where it was an interrupt, the next leader goes on, else nobody does.
+        Whether to raise it again: a failure is told with the entries. It may be repeated."""
+        if not is_interrupt(error):
+            self._poison(error, leads_ended)
+            return not isinstance(error, Exception)
+        with self.lock:
+            # Ctrl-C may come after the lead was handed over, and the next leader be inside a write.
+            if self._leads_ended == leads_ended:
+                self._account()
+                self._put_back()
+                self._to_wake.append((settle(self._settling, None, resolved, all_at_once=True), []))
+                self._settling = []
+                if ticket is not None:
+                    ticket.turn = None
+                self._hand_over(ticket)
+            self._wake_for_others()
+        self._wake_those()
+        self._housekeeper.wake()
+        return True
+
+    def _account(self) -> None:
+        """With the lock held, by an interrupted leader: what the store has published is durable, and whoever
+        waits for it is to be told."""
+        run = self._in_flight
+        framed = [piece for piece in run if piece.frame_count]
+        if not framed or self.store.published_seq < framed[-1].seq_last:
+            return
+        tickets = [piece.owner for piece in run if piece.completes and piece.owner is not None]
+        queued_bytes = _queue_bytes(run)
+        last = framed[-1]
+        self.durable_seq, self.durable_time_us = last.seq_last, last.time_us
+        self._queued_bytes -= queued_bytes
+        self._in_flight, self._settling = [], tickets
+        self.durable_changed.notify_all()
+
+    def _put_back(self) -> None:
+        """With the lock held, by an interrupted leader: what it has taken and not published is in the queue
+        again. A piece that it was about to take may be there still."""
+        run, queue = self._in_flight, self._queue
+        if run and queue and queue[0] is run[-1]:
+            run = run[:-1]
+        queue = deque([*run, *queue])
+        self._queue, self._in_flight = queue, []
+
+    def _wake_those(self) -> None:
+        """Wake whom an interrupted or failed leader has settled. Harmless when it is done again."""
+        for settled, room_waiters in list(self._to_wake):
+            settled.wake()
+            wake_room_waiters(room_waiters)
+        self._to_wake.clear()
+
+    def _hand_over(self, ticket: Ticket | None = None) -> None:
+        """With the lock held, by the leader: the lead goes to whoever waits at the head of the queue. Nothing
+        but the last step can be interrupted, and that may be repeated. `ticket` is of who leaves, with a lead
+        that it has, or was given."""
+        owner: Ticket | None = self._queue[0].owner if self._queue else None
+        if ticket is not None:
+            ticket.leads = True
         self._leads_ended += 1
         if not self._queue:
             self._leading = self._urgent = False
             self._sync_due_s = None
             self._lead_over.notify_all()
-            return
-        owner: Ticket | None = self._queue[0].owner
-        if owner is not None and owner.turn is not None:
+        elif owner is not None and owner.turn is not None:
             owner.promoted = True
             owner.turn.release()
         elif self._urgent or self._sync_due_s is None:
@@ -720,27 +876,40 @@ class Wal:
             last = pieces[-1]
             batches = self.store.write(pieces, self.options.batch_bytes_max)
             size = sum([len(batch.data) for batch in batches])
+        queued_bytes = size + APPEND_OVERHEAD_BYTES * append_count
         with self.lock:
             if frame_count:
-                self.store.publish(batches)
+                try:
+                    self.store.publish(pieces, batches)
+                    for parts, data in batches:
+                        chunk = Chunk(parts[0].seq_before, parts[-1].seq_last, data, 0, len(data), True)
+                        self.ring.append(chunk, sum([piece.frame_count for piece in parts]))
+                except BaseException:
+                    try:
+                        self._mend_publishing()
+                    except BaseException:
+                        to_the_end(self._mend_publishing)
+                        raise
+                    raise
                 self.durable_seq = last.seq_last
                 self.durable_time_us = last.time_us
-                for parts, data in batches:
-                    chunk = Chunk(parts[0].seq_before, parts[-1].seq_last, data, 0, len(data), True)
-                    self.ring.append(chunk, sum([piece.frame_count for piece in parts]))
-                if self.followers:
-                    self.durable_changed.notify_all()
-            self._queued_bytes -= size + APPEND_OVERHEAD_BYTES * append_count
-            assert self._queued_bytes >= 0
+            # From `durable_seq` to here there is no call that an interrupt could come after.
+            self._queued_bytes -= queued_bytes
             self._in_flight = []
             self._settling = tickets
+            assert self._queued_bytes >= 0
+            if self.followers:
+                self.durable_changed.notify_all()
             settled = settle(tickets, None, resolved)
             if self._room_sleepers:
                 self._room.notify_all()
-            room_waiters, self._room_waiters = self._room_waiters, []
+            if self._room_waiters:
+                self._to_wake.append((settle((), None, resolved), self._room_waiters))
+                self._room_waiters = []
         settled.wake()
         self._settling = []
-        wake_room_waiters(room_waiters)
+        if self._to_wake:
+            self._wake_those()
         if not frame_count:
             return
         metrics = self._metrics
@@ -751,16 +920,22 @@ class Wal:
             metrics.appends_durable([synced_at_s - ticket.started_s for ticket in tickets])
             metrics.rotations += last.ends_segment
         if last.ends_segment:
-            self.store.rotate()
+            self.store.end_segment()
             self._housekeeper.wake()
         elif self.store.claim_housekeeping():
             self._housekeeper.wake()
 
-    def _poison(self, cause: BaseException, *, leading: bool) -> None:
+    def _mend_publishing(self) -> None:
+        """With the lock held: what the ring has of a run is not known, and readers have the file."""
+        self.ring.clear()
+        self.store.mend_publishing()
+
+    def _poison(self, cause: BaseException, leads_ended: int | None = None) -> None:
         """Refuse writes from now on: what is on the disk above the durable position is unknown.
 
-        `leading` says that the caller has the lead, which then ends. Who has not must leave the leader its
-        batch: it may be inside a write, and nobody may take the file away before it has come back.
+        `leads_ended` is of who may have the lead, which then ends. Who has not must leave the leader its
+        batch: it may be inside a write, and nobody may take the file away before it has come back. Cut short
+        by an interrupt, it is done again.
         """
         failure: LowwaterError
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -769,36 +944,44 @@ class Wal:
         elif is_full or isinstance(cause, DiskFull):
             failure = OutOfSpace("the disk is full: the log refuses writes", path=self.directory)
         else:
-            failure = LogPoisoned(f"a write to the log failed: {cause}", path=self.directory)
+            why = str(cause) or type(cause).__name__
+            failure = LogPoisoned(f"a write to the log failed: {why}", path=self.directory)
         failure.__cause__ = cause if failure is not cause else None
+        futures: list[Ticket] = []
         with self.lock:
             if self._failure is None:
                 self._failure = failure
-            pieces = list(self._queue)
-            self._queue.clear()
-            settling: list[Ticket] = []
+            leading = self._leads_ended == leads_ended
+            pieces, settling = list(self._queue), self._settling if leading else []
+            left_bytes = 0 if leading else self._queued_bytes - _queue_bytes(pieces)
             if leading:
-                settling, self._settling = self._settling, []
                 pieces += self._in_flight
-                self._in_flight = []
-                self._queued_bytes = 0
-                self._leading = self._writer_leads = False
-                self._lead_over.notify_all()
-            else:
-                self._queued_bytes -= _queue_bytes(pieces)
-            room_waiters, self._room_waiters = self._room_waiters, []
-            self._room.notify_all()
-            self.durable_changed.notify_all()
             tickets = [piece.owner for piece in pieces if piece.completes and piece.owner is not None]
-            futures: list[Ticket] = []
             written = settle(settling, None, futures, all_at_once=True)
             lost = settle(tickets, self._failure, futures, all_at_once=True)
-        written.wake()
-        lost.wake()
-        heard = any(ticket is not self._closing_ticket for ticket in tickets)
-        self._lost_unheard |= not heard and any(piece.owner is None for piece in pieces)
-        wake_room_waiters(room_waiters)
-        resolve_futures(futures)
+            heard = any(ticket is not self._closing_ticket for ticket in tickets)
+            unheard = not heard and any(piece.owner is None for piece in pieces)
+            self._to_wake += [(written, self._room_waiters), (lost, [])]
+            self._unresolved += futures
+            nothing: deque[Piece] = deque()
+            # From here to the end of the statements without a call nobody comes between.
+            self._room_waiters = []
+            self._lost_unheard |= unheard
+            self._queue, self._queued_bytes = nothing, left_bytes
+            if leading:
+                self._in_flight, self._settling = [], []
+                self._leading = self._writer_leads = False
+                self._leads_ended += 1
+            self._lead_over.notify_all()
+            self._room.notify_all()
+            self.durable_changed.notify_all()
+        self._wake_those()
+        futures, self._unresolved = self._unresolved, []
+        try:
+            resolve_futures(futures)
+        except BaseException:
+            to_the_end(resolve_futures, futures)
+            raise
 
     # ------------------------------------------------------------------ housekeeping and closing
 
@@ -808,7 +991,7 @@ class Wal:
         try:
             return self.store.housekeeping_step()
         except Exception as error:  # noqa: BLE001 — as for the leader
-            self._poison(error, leading=False)
+            to_the_end(self._poison, error)
             return None
 
     def close(self) -> None:
@@ -863,6 +1046,11 @@ class Wal:
         """Whether nothing will become durable any more: closing writes first what was queued."""
         return self._ended
 
+
+# Who leads, or stands in line.
+_WAITING = frozenset(
+    each.__code__ for each in (Wal.append, Wal.wait, Wal._flush, Wal._wait_or_lead, Wal._lead)
+)
 
 _open_wals: weakref.WeakSet[Wal] = weakref.WeakSet()
 

@@ -19,8 +19,10 @@ from typing import Generic, TypeVar
 
 from blake3 import blake3
 
+from lowwater.engine.interrupts import to_the_end
 from lowwater.engine.seams import Clock, Runner, Task
 from lowwater.engine.tickets import again
+from lowwater.engine.waiting import Event
 from lowwater.errors import Corrupt, DataError, LowwaterError, NewerVersion, NotFound
 from lowwater.logging import get_logger
 from lowwater.metrics import ColdMetrics
@@ -80,7 +82,7 @@ class _Flight:
     """Units that a thread is fetching."""
 
     def __init__(self) -> None:
-        self.done = threading.Event()
+        self.done = Event()
         self.units: dict[int, bytes] = {}
         self.error: LowwaterError | None = None
 
@@ -249,22 +251,32 @@ class Fetcher:
         while True:
             mine: list[int] = []
             others: dict[int, _Flight] = {}
-            with self._lock:
-                for index in range(first, last):
-                    key = UnitKey(object_key, index)
-                    if index in found:
-                        continue
-                    if (data := self._memory.get(key)) is not None:
-                        found[index] = data
-                    elif (flight := self._flights.get(key)) is not None:
-                        others[index] = flight
-                    else:
-                        mine.append(index)
-                own = _Flight()
-                self._flights.update({UnitKey(object_key, index): own for index in mine})
-            if mine:
-                self._fly(own, name, size, object_key, mine, sequential=sequential)
-                found |= own.units
+            own = _Flight()
+            try:
+                with self._lock:
+                    for index in range(first, last):
+                        key = UnitKey(object_key, index)
+                        if index in found:
+                            continue
+                        if (data := self._memory.get(key)) is not None:
+                            found[index] = data
+                        elif (flight := self._flights.get(key)) is not None:
+                            others[index] = flight
+                        else:
+                            mine.append(index)
+                    self._flights.update({UnitKey(object_key, index): own for index in mine})
+                if mine:
+                    own.units = self._fetch(name, size, object_key, mine, sequential=sequential)
+                    found |= own.units
+                    self._land(own, object_key, mine)
+            except BaseException as error:
+                own.error = error if isinstance(error, LowwaterError) else None
+                try:
+                    self._land(own, object_key, mine)
+                except BaseException:
+                    to_the_end(self._land, own, object_key, mine)
+                    raise
+                raise
             for index, flight in others.items():
                 flight.done.wait()
                 if flight.error is not None:
@@ -274,21 +286,16 @@ class Fetcher:
             if len(found) == last - first:
                 return [found[index] for index in range(first, last)]
 
-    def _fly(
-        self, flight: _Flight, name: str, size: int, object_key: bytes, wanted: list[int], *, sequential: bool
-    ) -> None:
-        try:
-            flight.units = self._fetch(name, size, object_key, wanted, sequential=sequential)
-        except LowwaterError as error:
-            flight.error = error
-            raise
-        finally:
-            with self._lock:
-                for index, data in flight.units.items():
-                    self._memory.put(UnitKey(object_key, index), data)
-                for index in wanted:
-                    del self._flights[UnitKey(object_key, index)]
-            flight.done.set()
+    def _land(self, flight: _Flight, object_key: bytes, wanted: list[int]) -> None:
+        """Nobody has to wait for these units any more. It may be repeated."""
+        with self._lock:
+            for index, data in flight.units.items():
+                self._memory.put(UnitKey(object_key, index), data)
+            for index in wanted:
+                key = UnitKey(object_key, index)
+                if self._flights.get(key) is flight:
+                    del self._flights[key]
+        flight.done.set()
 
     def _fetch(
         self, name: str, size: int, object_key: bytes, wanted: list[int], *, sequential: bool

@@ -31,6 +31,7 @@ from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.seams import Task
 from lowwater.engine.tickets import again
 from lowwater.engine.tier import Alarm, RegionStatus, ShippingState, ShippingStatus
+from lowwater.engine.waiting import Condition
 from lowwater.errors import (
     Closed,
     Corrupt,
@@ -135,7 +136,8 @@ class Shipper:
         self._has_claimed = not self._claims
         # Since when regions, by their URIs, lack a checkpoint that is not here.
         self._waiting_since_s: dict[str, float] = {}
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._has_news = Condition(self._lock)
         self._stepping = threading.Lock()
         self._is_stopping = False
         self._stopped_by: LowwaterError | None = None
@@ -225,7 +227,7 @@ class Shipper:
                 return None
             self._metrics.cycled(self._clock.monotonic() - began_s)
         with self._lock:
-            self._lock.notify_all()
+            self._has_news.notify_all()
         return wait_s
 
     @property
@@ -451,7 +453,7 @@ class Shipper:
         except Stopping:
             return None
         with self._lock:
-            self._lock.notify_all()
+            self._has_news.notify_all()
         self.wake()
         return 0
 
@@ -645,7 +647,7 @@ class Shipper:
             if not was_helped:
                 wait_s = LOOK_AFTER_S if left_s is None else min(left_s, LOOK_AFTER_S)
                 with self._lock:
-                    was_told = self._lock.wait(wait_s)
+                    was_told = self._has_news.wait(wait_s)
                     if not was_told:
                         # In a simulation time stands still while somebody sleeps.
                         began_s = min(began_s, self._clock.monotonic() - wait_s)
@@ -848,7 +850,7 @@ class Shipper:
         """Return once nothing of it runs any more."""
         self._is_stopping = True
         with self._lock:
-            self._lock.notify_all()
+            self._has_news.notify_all()
         if self._scrub is not None:
             self._scrub.stop()
         for task in self._tasks:

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from tests.engine.engine_model import Archive, ArchiveDown, Driver, Machine, check_structure, small_limits
 from tests.engine.test_engine import CREATE, Node
 from tests.engine.test_engine_crash import LOSSES, reach_failure_point
+from tests.engine.test_interrupts import Walk, elsewhere, places
 from tests.engine.test_measure import scraped
 from tests.engine.test_pages import PAGES_MD, table
 
@@ -69,6 +71,23 @@ def leave(db: Any, archive: Archive, wants: Callable[[bytes], bool] = lambda _: 
     db._state.clean.limit(0)
     db._state.limit_clean()
     return left
+
+
+def test_an_interrupted_read_of_a_page_keeps_nobody_waiting(db: Database, archive: Archive) -> None:
+    """Others who need the page would wait for the thread that was to read it."""
+    fill(db, 100)
+
+    def read() -> bytes:
+        return db.get("b", "k000050").value
+
+    leave(db, archive)
+    for at in places(read, 1000, 1, "engine/away.py"):
+        leave(db, archive)
+        with suppress(KeyboardInterrupt):
+            Walk("engine/away.py").run(read, at)
+        assert elsewhere(read) == b"505050"
+        assert not db._state.away._flights
+        assert not db._state.away._held
 
 
 def stored(db: Any) -> dict[bytes, bytes]:
@@ -298,7 +317,7 @@ def test_a_root_and_a_checkpoint_read_no_page_that_has_not_changed(db: Database,
     leave(db, archive)
     assert db.root() == root
     pinned = db._pin(None)
-    assert db._root_at(pinned, None) == root, "nor without a checkpoint's help"
+    assert db._root_at(pinned.seq, None) == root, "nor without a checkpoint's help"
     db._state.unpin(pinned)
     assert archive.reads == 0
     db.put("b", "k001500", b"new")

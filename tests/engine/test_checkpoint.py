@@ -72,7 +72,7 @@ def scanned(db: Any) -> str:
     """The root without a checkpoint's help."""
     pinned = db._pin(None)
     try:
-        return str(db._root_at(pinned, None))
+        return str(db._root_at(pinned.seq, None))
     finally:
         db._state.unpin(pinned)
 

@@ -32,7 +32,7 @@ from lowwater.engine import database, fast, flush, format, pages, pieces, state
 from lowwater.engine.chain import Chain, LogSettings
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
-from lowwater.engine.fast import Changes, MergedRange, PutFrames
+from lowwater.engine.fast import Begun, MergedRange, PutFrames, Superseded
 from lowwater.engine.format import FIXED_BYTES, FRAME_BYTES, U32, Extras, Kind, ValueRef
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.merging import Rules, merge_changes
@@ -98,6 +98,15 @@ def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert fast._compiled() == (other, "")
 
 
+Changes = tuple[int, int, Superseded, Begun]
+
+
+def changes_by(put: Callable[..., tuple[int, int]], *given: Any) -> Changes:
+    older: Superseded = []
+    begun: Begun = []
+    return (*put(*given, older, begun), older, begun)
+
+
 def test_python_puts_records_as_changes_by_itself() -> None:
     """It is what compiled code is held against."""
     one, two, small, large = (
@@ -105,13 +114,13 @@ def test_python_puts_records_as_changes_by_itself() -> None:
     )
     ranges = ranges_at([b"", b"m"], [0, 1])
     low, high = ranges
-    made = fast._put_changes([b"", b"m"], ranges, [b"l", b"m", b"l"], [one, two, large], True)
+    made = changes_by(fast._put_changes, [b"", b"m"], ranges, [b"l", b"m", b"l"], [one, two, large], True)
     assert made == (0, 0, [(low, b"l", one)], [(low, one)])
     assert (low.dirty, high.dirty) == ({b"l": large}, {b"m": two})
-    made = fast._put_changes([b"", b"m"], ranges, [b"m", b"m", b"z"], [small, small, large], True)
+    made = changes_by(fast._put_changes, [b"", b"m"], ranges, [b"m", b"m", b"z"], [small, small, large], True)
     assert made == (len(two), 1, [], []), "those of one seq are of one group"
     assert high.dirty == {b"m": small, b"z": large}
-    made = fast._put_changes([b"", b"m"], ranges, [b"z"], [make_record(4, b"")], False)
+    made = changes_by(fast._put_changes, [b"", b"m"], ranges, [b"z"], [make_record(4, b"")], False)
     assert made == (len(large), 1, [], [])
 
 
@@ -353,8 +362,9 @@ def test_records_become_changes_as_python_puts_them(seed: int) -> None:
         keeps = rng.random() < 0.5
         kind = rng.choice((list, tuple))
         given = (kind(keys), kind(records), keeps)
-        assert plain_changes(lows, compiled, fast.put_changes(lows, compiled, *given)) == plain_changes(
-            lows, pure, fast._put_changes(lows, pure, *given)
+        made = changes_by(fast.put_changes, lows, compiled, *given)
+        assert plain_changes(lows, compiled, made) == plain_changes(
+            lows, pure, changes_by(fast._put_changes, lows, pure, *given)
         )
 
 
@@ -363,11 +373,11 @@ def test_changes_of_another_type_are_refused() -> None:
     """That is a mistake of ours, which must not be read as if it were bytes."""
     ranges = ranges_at([b""], [0])
     record = make_record(1, b"")
-    usual: list[Any] = [[b""], ranges, [b"k"], [record], False]
+    usual: list[Any] = [[b""], ranges, [b"k"], [record], False, [], []]
     wrong: list[tuple[int, Any]] = [
         (0, (b"",)), (0, []), (0, [b"", b"b"]), (0, [""]), (0, [None]), (1, tuple(ranges)), (1, []),
         (2, None), (2, []), (2, ["k"]), (2, [b"k", b"l"]), (2, b"k"), (3, [None]), (3, [b"1234567"]),
-        (3, [bytearray(record)]), (3, b"12345678"),
+        (3, [bytearray(record)]), (3, b"12345678"), (5, ()), (6, None),
     ]  # fmt: skip
     for index, other in wrong:
         with pytest.raises(TypeError):
@@ -379,7 +389,7 @@ def test_changes_of_another_type_are_refused() -> None:
         fast.put_changes([b"m"], *usual[1:])
     with pytest.raises(AttributeError):
         fast.put_changes([b""], [object()], *usual[2:])
-    assert fast.put_changes(*usual) == (0, 0, [], [(ranges[0], record)])
+    assert changes_by(fast.put_changes, *usual[:5]) == (0, 0, [], [(ranges[0], record)])
 
 
 # ---------------------------------------------------------------------------- merging
@@ -888,7 +898,7 @@ def test_calls_leave_nothing_in_memory() -> None:
 
     def change(*, keeps: bool) -> None:
         ranges[0].dirty.clear()
-        fast.put_changes([b""], ranges, [key, key], [record, make_record(2, b"")], keeps)
+        fast.put_changes([b""], ranges, [key, key], [record, make_record(2, b"")], keeps, [], [])
         ranges[0].dirty.clear()
 
     calls: list[Callable[[], object]] = [
@@ -897,9 +907,9 @@ def test_calls_leave_nothing_in_memory() -> None:
         refused(lambda: put_frames(pairs, time_us=None)),
         lambda: change(keeps=True),
         lambda: change(keeps=False),
-        refused(lambda: fast.put_changes([b""], ranges, [key], [None], False)),
-        refused(lambda: fast.put_changes([b"m"], ranges, [key], [record], False)),
-        refused(lambda: fast.put_changes([b""], [None], [key], [record], False)),
+        refused(lambda: fast.put_changes([b""], ranges, [key], [None], False, [], [])),
+        refused(lambda: fast.put_changes([b"m"], ranges, [key], [record], False, [], [])),
+        refused(lambda: fast.put_changes([b""], [None], [key], [record], False, [], [])),
         lambda: merge_range(given),
         lambda: merge_range(damaged),
         refused(lambda: fast.merge_range(given[0], None)),
