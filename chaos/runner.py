@@ -39,8 +39,6 @@ class StepTask:
 class StepRunner:
     """A crashed program leaves its tasks behind: give the next life a runner of its own."""
 
-    has_processes = False
-
     def __init__(self, clock: VirtualClock) -> None:
         self.tasks: list[StepTask] = []
         self._clock = clock

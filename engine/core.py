@@ -36,8 +36,6 @@ from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
-from lowwater.engine.merge_aside import Aside, Merger
-from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.moments import require_seq, timeout_of
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
@@ -103,7 +101,6 @@ class EngineOptions:
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
     # Whether another process may make pages of many changes.
-    merge_worker: bool = True
     versions: VersionPolicy = KEEP_AS_IT_IS
     # What is kept back of the disk; 0 to write until it is full, and the log is poisoned.
     disk_reserve_bytes: int = 64 * 2**20
@@ -120,13 +117,6 @@ class EngineOptions:
             raise InputError(
                 f"engine.pool_bytes_max is {self.pool_bytes_max:,}", hint="give 1 MiB or more, say 256 MiB"
             )
-
-
-def new_merger(options: EngineOptions, seams: Seams) -> Merger | None:
-    """Who merges besides this process. In a simulation nobody does."""
-    if options.merge_worker and seams.runner.has_processes:
-        return MergeProcess()
-    return None
 
 
 ColdOf = Callable[[Catalogue], ColdSource]
@@ -207,13 +197,11 @@ class Core:
         self._paused_s = 0.0
         self._looked_at_bytes = 0
         state.transactions = load_table(store.read_meta(), store.path)
-        self._merger = new_merger(options, seams)
         self._flusher = Flusher(
             state,
             identity=identity_of(meta),
             make_durable=self._make_durable,
             measured=self.measured,
-            aside=Aside(self._merger, state) if self._merger is not None else None,
         )
         state.horizon = meta.horizon
         state.snapshots = dict(meta.snapshots)
@@ -244,7 +232,6 @@ class Core:
         try:
             self.redone = self._redo(meta.redo_seq, progress)
         except BaseException:
-            self._end_merger()
             log.registry.unregister(self._metrics)
             raise
         state.applied = max(state.applied, log.seq_durable)
@@ -1078,8 +1065,6 @@ class Core:
                     self._state.limit_clean()
                     self._flusher.flush_all()
             finally:
-                if self._merger is not None:
-                    self._merger.close()
                 with self._state.lock:
                     self._closed = True
                 self.registry.unregister(self._metrics)
@@ -1090,12 +1075,6 @@ class Core:
                     self._store.close()
                     if self._tier is not None:
                         self._tier.close()
-
-    def _end_merger(self) -> None:
-        # Between two steps: what it has open may be somebody else's a moment later.
-        with self._stepping:
-            if self._merger is not None:
-                self._merger.close()
 
     def __enter__(self) -> Self:
         return self

@@ -106,7 +106,6 @@ class Database(Reading):
         except BaseException:
             self._task.stop()
             self._open_transactions.stop()
-            self._end_merger()
             raise
         self._upkeep = Upkeep(
             self._state, log, options.versions, order=self.propose_control, now_us=seams.clock.now_us

@@ -10,7 +10,7 @@ Always true:
     carry: a page that is written has no row of a transaction that had ended when the group was frozen;
   - nothing is read from afar: changes of a page that is away stay in memory, and keep `redo_seq` down, until
     the page was brought (`bring`). All others are flushed meanwhile;
-  - one group is under way at a time; the next one may be frozen, and asked for, while this one is written.
+  - one group is under way at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.fast import IS_COMPILED, merge_range
 from lowwater.engine.keeping import limited
 from lowwater.engine.measure import Measured
-from lowwater.engine.merge_aside import PAGES_AT_ONCE, Aside, stored_pages
-from lowwater.engine.merge_messages import Part
 from lowwater.engine.merging import Merged, Rules, merge_changes
 from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_bytes, stored_page
 from lowwater.engine.ranges import Layout, Range, Records, older_of, records_in
@@ -82,8 +80,15 @@ META_VERSION = 4
 TRIM_AFTER_BYTES_MIN = 8 * 2**20
 TRIM_SHARE = 2
 TRIM_SHARE_AT_REST = 8
+# How many pages are read for compiled code before others may run.
+PAGES_AT_ONCE = 16
 # Of the pool, what changes may take before they are flushed; pages and objects have the rest.
 FLUSH_ABOVE = 0.6
+
+
+Part = tuple[int, list[tuple[bytes, bytes, Page]]]
+"""The index of a page of a range (-1: below the first), and all that it became: page keys, bytes, pages.
+Perhaps nothing."""
 
 
 class Kept(NamedTuple):
@@ -106,8 +111,6 @@ class _Group(NamedTuple):
     """Pages of transactions that have ended."""
     sessions: list[int]
     catalogue: Mapping[bytes, bytes | None]
-    ahead: Iterator[Range]
-    """Those that another process was not asked for yet."""
     sizes: dict[Range, int]
     """How much the changes take of those of which it is known."""
 
@@ -132,12 +135,10 @@ class Flusher:
         identity: dict[str, object],
         make_durable: Callable[[int], None],
         measured: Measured,
-        aside: Aside | None = None,
     ) -> None:
         """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
-        there. `aside` merges what is worth it elsewhere."""
+        there."""
         self._state = state
-        self.aside = aside
         self._measured = measured
         self._trimmer = Trimmer(
             max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // TRIM_SHARE),
@@ -148,8 +149,6 @@ class Flusher:
         # Pages at which ranges were divided, and of which the store has nothing yet.
         self._unstored: dict[bytes, Page] = {}
         self._job: Generator[None, None, None] | None = None
-        self._following: _Group | None = None
-        self._finishes = False
         # Changes that are in the pages, and take memory still.
         self._going: list[Records] = []
         self._going_bytes = 0
@@ -197,8 +196,7 @@ class Flusher:
     def step(self) -> float | None:
         """One short piece of work."""
         if self._job is None:
-            group, self._following = self._following, None
-            group = group or self._choose()
+            group = self._choose()
             if group is not None:
                 self._job = self._flush(group)
             elif self._state.away.is_return_due:
@@ -254,27 +252,6 @@ class Flusher:
     def _largest(self, ranges: list[Range]) -> list[Range]:
         return _as_group(sorted(ranges, key=_change_count, reverse=True), self._group_bytes)
 
-    def _choose_following(self, leaving_bytes: int) -> _Group | None:
-        """The group after the one that is about to be written, with which so much leaves memory: another
-        process can merge it meanwhile. Only for want of memory: all else is decided when nothing is under
-        way."""
-        state = self._state
-        if IS_COMPILED or self.aside is None or not self.aside.merger.is_usable:
-            return None
-        if self._finishes or self._is_wanted:
-            return None
-        with state.lock:
-            ranges = [each for each in state.map.ranges if each.has_news and each.frozen is None]
-            if (
-                state.dirty_bytes - leaving_bytes <= self.flush_above_bytes
-                or not ranges
-                or any(map(_is_crowded, ranges))
-                or self._goes_on
-                or state.transactions.rows
-            ):
-                return None
-            return self._freeze(self._largest(ranges))
-
     def _choose_to_sweep(self) -> list[Range] | None:
         """With the lock: the next ranges with versions of transactions that have ended."""
         state = self._state
@@ -308,8 +285,6 @@ class Flusher:
             self._rest()
 
     def _rest(self) -> None:
-        if self.aside is not None:
-            self.aside.rest()
         if self._state.dirty_bytes < self.flush_above_bytes // 2:
             self._trimmer.rest()
 
@@ -371,12 +346,8 @@ class Flusher:
 
     def finish(self) -> None:
         """Have nothing under way."""
-        self._finishes = True
-        try:
-            while self._job is not None or self._following is not None:
-                self.step()
-        finally:
-            self._finishes = False
+        while self._job is not None:
+            self.step()
 
     def put_back(self) -> None:
         """Have pages that were read from afar in the store again. Nothing is under way."""
@@ -421,7 +392,6 @@ class Flusher:
             ended={key for each in ranges for key in transactions.carries(each.layout.keys, ended)},
             sessions=state.sessions.freeze(),
             catalogue=state.catalogue.freeze(),
-            ahead=iter(ranges),
             sizes={},
         )
 
@@ -438,11 +408,8 @@ class Flusher:
         layouts: list[Layout] = []
         waiting: dict[Range, list[bytes]] = {}
         sizes: list[int] = []
-        yield from self._ask_ahead(group)
         yield from self._free()
         for each in ranges:
-            # The worker has something to do while this one's answer is dealt with.
-            yield from self._ask_ahead(group)
             layout, waiting[each] = yield from self._merge_range(each, group, puts, deletes)
             layouts.append(layout)
             size = group.sizes.get(each)
@@ -461,9 +428,6 @@ class Flusher:
         written = {key for key, _ in puts}
         puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
         self._unstored.clear()
-        self._following = self._choose_following(sum(sizes))
-        if self._following is not None:
-            yield from self._ask_ahead(self._following)
         BEFORE_COMMIT()
         write_began_s = state.now_s()
         state.store.write(
@@ -483,8 +447,7 @@ class Flusher:
         for each, layout, size in zip(ranges, layouts, sizes, strict=True):
             self._let_go(each, layout, waiting[each], size)
             yield
-        if self._following is None:
-            yield from self._free()
+        yield from self._free()
         if self.awaited:
             self._forget_brought([*written, *deletes])
         state.limit_clean()
@@ -548,9 +511,7 @@ class Flusher:
         """The layout of a range with what is frozen merged into its pages, of those that are here."""
         before, frozen_seq, kept = each.layout, group.frozen_seq, group.kept
         waiting: list[bytes] = []
-        parts = None if self.aside is None else (yield from self.aside.answer(each))
-        if parts is None:
-            parts = yield from self._merged_at_once(each, group)
+        parts = yield from self._merged_at_once(each, group)
         keys: list[bytes] = []
         pages: list[Page | None] = []
         passed = 0  # pages that have gone into the new layout, or what has become of them
@@ -579,18 +540,6 @@ class Flusher:
                 puts.append((key, data))
         return _Merged(Layout(keys + before.keys[passed:], pages + before.pages[passed:]), waiting)
 
-    def _ask_ahead(self, group: _Group) -> Generator[None, None, None]:
-        """Ask another process for what becomes of the next ranges' pages, those that are for it to say."""
-        aside = self.aside
-        if IS_COMPILED or aside is None or not group.is_plain:
-            return
-        while aside.has_room and (each := next(group.ahead, None)) is not None:
-            if aside.takes(each):
-                size = yield from aside.ask(each, group.frozen_seq, group.kept.floor, self._unstored)
-                if size:
-                    assert each.frozen is not None
-                    group.sizes[each] = size + RECORD_OVERHEAD_BYTES * len(each.frozen)
-
     def _merged_at_once(self, each: Range, group: _Group) -> Generator[None, None, list[Part] | None]:
         """What becomes of the pages of a range, by compiled code, during which others run; None where it has
         to be done step by step."""
@@ -604,7 +553,7 @@ class Flusher:
         pages = [b""] * len(layout.keys)
         for start in range(0, len(wanted), PAGES_AT_ONCE):
             part = wanted[start : start + PAGES_AT_ONCE]
-            for index, data in zip(part, stored_pages(state, layout, part, self._unstored), strict=True):
+            for index, data in zip(part, self._stored_pages(layout, part), strict=True):
                 pages[index] = data
             yield
         made = merge_range(
@@ -630,6 +579,20 @@ class Flusher:
             if index % PAGES_AT_ONCE == 0:
                 yield
         return parts
+
+    def _stored_pages(self, layout: Layout, indexes: Sequence[int]) -> list[bytes]:
+        """The bytes of some pages, from memory or from the store. Who merges sees
+        that a missing one is no page."""
+        state, unstored = self._state, self._unstored
+        keys = [layout.keys[index] for index in indexes]
+        pages = [layout.pages[index] or unstored.get(key) for index, key in zip(indexes, keys, strict=True)]
+        wanted = [key for key, page in zip(keys, pages, strict=True) if page is None]
+        state.pages_read += len(wanted)
+        fetched = iter(state.store.get_many(wanted) if wanted else ())
+        return [
+            (next(fetched) or b"") if page is None else stored_bytes(page, key)
+            for key, page in zip(keys, pages, strict=True)
+        ]
 
     def _merged_here(
         self, each: Range, frozen_seq: int, kept: Kept, waiting: list[bytes]

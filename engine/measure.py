@@ -108,7 +108,6 @@ def watch(core: Core) -> EngineMetrics:
 
 def _readings(core: Core) -> dict[str, Gauge]:
     state, flusher, measured, store = core._state, core._flusher, core.measured, core._store
-    aside = flusher.aside
     used_bytes, size_bytes = _last_known(store.used_bytes), _last_known(store.size_bytes)
     checkpoints_bytes = _last_known(core.checkpoints_bytes)
 
@@ -155,8 +154,6 @@ def _readings(core: Core) -> dict[str, Gauge]:
         "lowwater_flush_groups_total": lambda: flusher.groups,
         "lowwater_redo_lag_seqs": lambda: max(0, state.applied + 1 - flusher.flushed_redo_seq),
         "lowwater_dirty_age_seconds": lambda: _dirty_age_s(core),
-        "lowwater_merge_worker_pages_total": lambda: aside.pages if aside is not None else 0,
-        "lowwater_merge_worker_failures_total": lambda: aside.failures if aside is not None else 0,
         "lowwater_recovery_frames_total": lambda: measured.frames_redone,
         "lowwater_recovery_left_seqs": lambda: measured.left_seqs,
         "lowwater_transactions_begun_total": lambda: measured.transactions_begun,

@@ -1,4 +1,4 @@
-"""What becomes of one page and the changes to its keys: the same in this process and in the worker.
+"""What becomes of one page and the changes to its keys.
 
 Always true: it is a function of what it is given. Nothing here knows ranges, locks, stores or processes.
 """

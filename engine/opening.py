@@ -94,7 +94,6 @@ def configured(
         EngineOptions(
             pool_bytes_max=loaded.engine.pool_bytes_max,
             checkpoint_interval_s=loaded.engine.checkpoint_interval_s,
-            merge_worker=loaded.engine.merge_worker,
             versions=VersionPolicy(
                 age_max_s=loaded.versions.age_max_s,
                 seqs_max=loaded.versions.seqs_max,

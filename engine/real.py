@@ -124,8 +124,6 @@ class ThreadTask:
 class ThreadRunner:
     """A thread for each step."""
 
-    has_processes = True
-
     def start(self, name: str, step: Step) -> ThreadTask:
         return ThreadTask(name, step)
 

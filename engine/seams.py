@@ -56,9 +56,6 @@ class Task(Protocol):
 class Runner(Protocol):
     """Calls background steps."""
 
-    has_processes: bool
-    """Whether there may be other processes besides: in a simulation nothing happens that it does not call."""
-
     def start(self, name: str, step: Step) -> Task: ...
 
     def apart(self, call: Callable[[], T]) -> T:

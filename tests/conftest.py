@@ -86,29 +86,3 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     )
     yield running
     running.stop()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def merging_aside() -> Iterator[None]:
-    """`MERGE_IN_TESTS=local pytest …` has every flush of every test merged as the worker does it,
-    however small; with `process` one worker does it for all of them."""
-    how = os.environ.get("MERGE_IN_TESTS")
-    if not how:
-        yield
-        return
-    from lowwater.engine import core, flush, merge_aside
-    from lowwater.engine.merge_process import MergeProcess
-    from lowwater.engine.testing.merger import LocalMerger
-
-    class Shared(MergeProcess):
-        def close(self) -> None:
-            pass  # the next database has it too
-
-    shared = Shared()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "new_merger", lambda *_: LocalMerger() if how == "local" else shared)
-        patch.setattr(flush, "IS_COMPILED", False)
-        patch.setattr(merge_aside, "CHANGES_MIN", 1)
-        patch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
-        yield
-    MergeProcess.close(shared)

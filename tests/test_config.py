@@ -158,11 +158,20 @@ def test_the_other_reference_documents_keys_load_too(monkeypatch: pytest.MonkeyP
     assert local.tier.store_uri() == "file:///mnt/archive"
 
 
+def test_the_key_for_a_process_that_is_gone_is_read_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    for written in (True, False, "true"):
+        caplog.clear()
+        Config.load({"engine": {"merge_worker": written}})
+        assert [record.getMessage() for record in caplog.records if "merge_worker" in record.getMessage()]
+        assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value", "told"),
     [
         ("storage_engine", "eviction_policy", "arc", "one policy"),
         ("storage_engine", "page_size", "huge", "must be a whole number"),
+        ("engine", "merge_worker", "perhaps", "true or false"),
         ("storage_engine", "compaction_enabled", "perhaps", "true or false"),
         ("storage_engine", "wal_compression", "lz4", "no other algorithm"),
         ("storage_engine", "s3_compression", "zstd:9", "no level"),

@@ -189,7 +189,6 @@ class EngineConfig(BaseModel):
     checkpoint_entry_age_max_s: OptionalSeconds = Field(default=None, gt=0)
     checkpoint_entry_bytes: OptionalByteSize = Field(default=None, ge=MIB)
     transaction_age_max_s: OptionalSeconds = Field(default=3600.0, gt=0)
-    merge_worker: bool = True
     disk_reserve_bytes: ByteSize = 64 * MIB
 
 
@@ -367,6 +366,9 @@ OPTION_SPELLINGS = {"access_key": "access_key_id", "secret_key": "secret_access_
 ALL_SECTIONS = "storage"
 
 
+_OTHER_WORDS = ("yes", "no", "on", "off", "1", "0")
+
+
 def _only(name: str, allowed: object, why: str) -> Callable[[object], bool]:
     def check(value: object) -> bool:
         if str(value).lower() != name:
@@ -377,9 +379,10 @@ def _only(name: str, allowed: object, why: str) -> Callable[[object], bool]:
 
 
 def _is_off(value: object) -> bool:
-    if str(value).lower() not in ("true", "false"):
+    word = str(value).lower()
+    if word not in ("true", "false", *_OTHER_WORDS):
         raise ValueError("must be true or false")
-    return str(value).lower() == "false"
+    return word in ("false", "no", "off", "0")
 
 
 def _never(parse: Callable[[object], object]) -> Callable[[object], bool]:
@@ -399,6 +402,7 @@ ACCEPTED: dict[str, tuple[Callable[[object], bool], str]] = {
     "storage_engine.compaction_enabled": (_is_off, NO_COMPACTION),
     "storage_engine.compaction_interval_secs": (_never(parse_some_seconds), NO_COMPACTION),
     "storage_engine.compaction_size_threshold": (_never(parse_bytes), NO_COMPACTION),
+    "engine.merge_worker": (_never(_is_off), "changes are merged by whoever flushes: this key is not used"),
     "wal.file_name": (_never(_path), "the files of a log have names of their own: this key is not used"),
     "cloud_reader.fetch_chunk_size": (
         lambda value: parse_bytes(value) == 4 * MIB,

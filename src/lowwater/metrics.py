@@ -160,8 +160,6 @@ ENGINE_COUNTERS = {
     "lowwater_pages_brought_bytes_total": "What was read for that.",
     "lowwater_pages_brought_failures_total": "Such reads that failed.",
     "lowwater_flush_groups_total": "Transactions of the page store.",
-    "lowwater_merge_worker_pages_total": "Pages that the process for it made.",
-    "lowwater_merge_worker_failures_total": "Times that it did not answer, and the engine did it by itself.",
     "lowwater_recovery_frames_total": "Frames that opening applied again.",
     "lowwater_transactions_begun_total": "Transactions begun; of a fed engine, by an entry.",
     "lowwater_transactions_committed_total": "Transactions that took effect, or had nothing to write.",

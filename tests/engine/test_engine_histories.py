@@ -340,9 +340,6 @@ with small_limits():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    "MERGE_IN_TESTS" in os.environ, reason="the other processes merge in fewer steps, or more"
-)
 def test_a_seed_gives_the_same_operations_in_every_process() -> None:
     """Of files and of pages, flushes among them: a failure that cannot be repeated cannot be understood."""
     root = str(Path(__file__).resolve().parents[2])

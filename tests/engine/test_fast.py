@@ -1052,7 +1052,7 @@ def test_an_engine_has_the_same_log_pages_and_root_without_compiled_code(
             patch.setattr(flush, "merge_range", noted)
             if name == "pure":
                 without_compiled(patch)
-            options = EngineOptions(pool_bytes_max=64 * MIB, checkpoint_interval_s=None, merge_worker=False)
+            options = EngineOptions(pool_bytes_max=64 * MIB, checkpoint_interval_s=None)
             with open_with(str(tmp_path / name), options=options) as db:
                 rng = random.Random(5)
                 db.create_bucket("b")

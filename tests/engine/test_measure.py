@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +17,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import lowwater
-from lowwater.engine import flush, merge_aside, merge_process
 from lowwater.engine.core import EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.locks import Owner
 from lowwater.engine.log import LogOptions
-from lowwater.engine.merge_process import MergeProcess
 from lowwater.engine.opening import open_with
 from lowwater.errors import Conflict, Corrupt, Deadlock, LockTimeout
 from lowwater.metrics import (
@@ -137,24 +134,6 @@ def _transact(db: Database) -> None:
     locks.release_all(old)
 
 
-def _merge_aside(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process, and then in vain. It is not asked where the flusher has begun in the background."""
-    monkeypatch.setattr(flush, "IS_COMPILED", False)
-    monkeypatch.setattr(merge_aside, "CHANGES_MIN", 0)
-    monkeypatch.setattr(merge_aside, "CHANGES_A_PAGE_MIN", 0)
-    merger = db._merger
-    assert isinstance(merger, MergeProcess)
-    for metric in ("lowwater_merge_worker_pages_total", "lowwater_merge_worker_failures_total"):
-        for _ in range(20):
-            db.put_many("b", [(f"{each:05}", b"v" * 20) for each in range(5000)])
-            db.flush()
-            if scraped(db.metrics())[metric]:
-                break
-        monkeypatch.setattr(merge_process, "_BEGIN", "raise SystemExit")
-        if merger.pid is not None:
-            os.kill(merger.pid, signal.SIGKILL)
-
-
 def test_every_metric_of_the_engine_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is declared and never moves misleads."""
     moved: set[str] = set()
@@ -192,7 +171,9 @@ def test_every_metric_of_the_engine_moves(tmp_path: Path, monkeypatch: pytest.Mo
             + samples["lowwater_pool_clean_bytes"]
             + samples["lowwater_pool_objects_bytes"]
         )
-        _merge_aside(db, monkeypatch)
+        for _ in range(4):
+            db.put_many("b", [(f"{each:05}", b"v" * 20) for each in range(5000)])
+            db.flush()
         samples = look(db)
         before = samples["lowwater_pages_deleted_total"]
         for number in range(2000):

@@ -23,9 +23,6 @@ CACHE_BYTES = 4 * MIB
 # The interpreter with its modules and the log's buffers have 36 MiB of it. The rest is for one group of a
 # flush, and for what Python's allocator cannot give back.
 FIXED_BYTES = 64 * MIB
-# The interpreter with the modules that it needs, and what it is given at once: an eighth of the pool, which
-# it has as that, as changes and pages, and as what becomes of them. One more request waits.
-WORKER_BYTES = 16 * MIB + POOL_BYTES * 4 // 8
 
 # One phase of a life, with the highest anonymous memory meanwhile.
 CHILD = '''
@@ -40,7 +37,7 @@ count = state_bytes // value_bytes
 step = int(count * 0.618) | 1  # keys come in an order that is none, without a list of them
 while math.gcd(step, count) > 1:
     step += 2
-highest = {"RssAnon": 0, "RssFile": 0, "worker": 0}
+highest = {"RssAnon": 0, "RssFile": 0}
 db = None
 
 def sizes(pid):
@@ -50,19 +47,8 @@ def sizes(pid):
             if name in ("RssAnon", "RssFile"):
                 yield name, int(size.split()[0]) * 1024
 
-def worker_bytes():
-    # What it has, and what lies between the two.
-    merger = db._merger if db is not None else None
-    if merger is None or merger.pid is None:
-        return 0
-    try:
-        between = sum(os.fstat(fd).st_blocks for fd in merger._memory_fds)
-        return dict(sizes(merger.pid)).get("RssAnon", 0) + between * 512
-    except OSError:
-        return 0  # it has ended
-
 def look():
-    for name, size in (*sizes("self"), ("worker", worker_bytes())):
+    for name, size in sizes("self"):
         highest[name] = max(highest[name], size)
 
 ended = threading.Event()
@@ -178,15 +164,11 @@ def live(path: Path, phase: str, state_bytes: int, value_bytes: int, is_compiled
 def test_memory_stays_below_the_pool_and_a_fixed_cost(
     tmp_path: Path, value_bytes: int, state_bytes: int, phases: tuple[str, ...], is_compiled: bool
 ) -> None:
-    """Writing, reading, and recovering from a crash, each in a process of its own. What is not compiled is
-    merged by one more process."""
+    """Writing, reading, and recovering from a crash, each in a process of its own."""
     state_bytes = parse_bytes(os.environ.get("LOWWATER_MEMORY_STATE", state_bytes))
     allowed = POOL_BYTES * 5 // 4 + CACHE_BYTES + FIXED_BYTES
     for phase in phases:
         found = live(tmp_path / "data", phase, state_bytes, value_bytes, is_compiled)
         assert found["RssAnon"] < allowed, f"{phase}: {found}"
-        assert found["worker"] < WORKER_BYTES, f"{phase}: {found}"
-        if phase == "write":
-            assert bool(found["worker"]) != is_compiled, "who merged?"
         if phase == "recover":
             assert found["redone"] > 1000

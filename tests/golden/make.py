@@ -73,8 +73,6 @@ class _Task:
 class _Runner:
     """Nothing runs in the background: appending and closing do it all."""
 
-    has_processes = False
-
     def start(self, name: str, step: Step) -> _Task:
         return _Task()
 

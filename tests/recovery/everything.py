@@ -25,7 +25,7 @@ from lowwater.engine.real import RealFiles
 BUCKET = "b"
 KEYS = 150
 SETTINGS = {"page_keys": 8, "inline_bytes_max": 200, "segment_bytes": 65_536, "block_bytes": 4096}
-ENGINE = {"checkpoint_interval_s": None, "merge_worker": False}
+ENGINE = {"checkpoint_interval_s": None}
 RAW: dict[str, Any] = {"engine": ENGINE, "wal": {"sync_mode": "none"}}
 COMPRESSED: dict[str, Any] = {"engine": ENGINE, "wal": {"sync_mode": "none", "compression": "zstd"}}
 # A catalogue has chunks from 64 segments on.
