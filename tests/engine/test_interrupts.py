@@ -89,6 +89,9 @@ class Walk:
         sys.settrace(self._trace)
         try:
             call()
+            sys.settrace(None)
+            if self.at:
+                [*self._come]  # the call may have had fewer instructions than when they were counted
             for _ in range(3):
                 pass  # here at the latest
         finally:
