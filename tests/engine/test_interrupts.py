@@ -9,8 +9,8 @@ from __future__ import annotations
 import _thread
 import ctypes
 import dis
-import gc
 import errno
+import gc
 import os
 import random
 import signal
