@@ -16,9 +16,9 @@ from lowwater.engine.content import list_boundaries
 from lowwater.engine.describe import describe_log
 from lowwater.engine.directory import cluster_id_in
 from lowwater.engine.lmdb_store import LmdbPages
+from lowwater.engine.meta import decode_meta
 from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.pages import Boundaries
-from lowwater.engine.replay import read_meta
 from lowwater.engine.seams import Files
 from lowwater.engine.values import ValueReader, segments_in
 from lowwater.errors import LowwaterError, NotFound
@@ -52,7 +52,7 @@ def _of_pages(files: Files, directory: str, log: str) -> Iterator[Finding]:
     )
     try:
         catalogue.load(store.read_meta())
-        meta = read_meta(store.read_meta(), path)
+        meta = decode_meta(store.read_meta(), path)
         if meta is not None:
             cluster_id = meta.cluster_id
             yield from check_pages(

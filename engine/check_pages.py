@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from lowwater.engine.catalogue import Catalogue
 from lowwater.engine.check import Finding
+from lowwater.engine.meta import Meta, decode_meta
 from lowwater.engine.pages import (
     BUCKET,
     KEY_END,
@@ -27,7 +28,6 @@ from lowwater.engine.pages import (
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.records import VALUE_PLACE, PlaceReader
 from lowwater.engine.references import Reference, decode_reference, is_reference
-from lowwater.engine.replay import Meta, read_meta
 from lowwater.engine.sessions import Session, stored_sessions
 from lowwater.engine.state import LOWEST
 from lowwater.engine.transaction_table import (
@@ -87,7 +87,7 @@ def check_pages(
 def check_state(store: PageStore, path: str, seq_durable: Callable[[], int]) -> Iterator[Finding]:
     """What the store says about itself."""
     try:
-        meta = read_meta(store.read_meta(), path)
+        meta = decode_meta(store.read_meta(), path)
     except LowwaterError as error:
         yield Finding.of(error, path)
         return
@@ -127,7 +127,7 @@ def _check_sessions(store: PageStore, path: str, seq_durable: Callable[[], int])
 def _check_transactions(store: PageStore, path: str, seq_durable: int) -> Iterator[Finding]:
     """The table, and what it says about pages. Both are of one moment; pages may be of a later one."""
     stored = store.read_meta()
-    meta = read_meta(stored, path)
+    meta = decode_meta(stored, path)
     assert meta is not None
     try:
         table = load_table(stored, path)

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from lowwater.engine import format
 from lowwater.engine.away import BlockSource, ReadFirst
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, record_of
-from lowwater.engine.chain import Chain, Creation, checkpoint_entry, seal_entry
+from lowwater.engine.chain import Chain, checkpoint_entry, seal_entry
 from lowwater.engine.check import Finding
 from lowwater.engine.check_pages import check_pages
 from lowwater.engine.checkpointer import Checkpointer, MustWait
@@ -32,17 +32,17 @@ from lowwater.engine.entries import Control, Entry, decode_body
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
 from lowwater.engine.interrupts import busy, is_in_handler, is_interrupt, to_the_end
-from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
 from lowwater.engine.measure import Measured, Recovering, watch
+from lowwater.engine.meta import Meta
 from lowwater.engine.moments import require_seq, timeout_of
 from lowwater.engine.pages import Boundaries
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, frames_of, places_of
 from lowwater.engine.reader import ColdSource, place_of
 from lowwater.engine.records import VALUE_PLACE, Marks
-from lowwater.engine.replay import Meta, Progress, parts_from, read_meta, redo
+from lowwater.engine.replay import Progress, parts_from, redo
 from lowwater.engine.seams import Task
 from lowwater.engine.space import Space
 from lowwater.engine.state import State
@@ -64,7 +64,6 @@ from lowwater.errors import (
     LowwaterError,
     NotFound,
     OutOfSpace,
-    PagesDamaged,
     ReopenError,
     TimedOut,
 )
@@ -199,25 +198,17 @@ class Core:
         state.transactions = load_table(store.read_meta(), store.path)
         self._flusher = Flusher(
             state,
-            identity=identity_of(meta),
+            meta=meta,
             make_durable=self._make_durable,
             measured=self.measured,
         )
-        state.horizon = meta.horizon
-        state.snapshots = dict(meta.snapshots)
-        state.keeping.from_meta(meta.keeping)
-        state.changed_seq = meta.changed_seq
+        state.take_meta(meta)
         state.sessions.load(store.read_meta())
         state.catalogue.load(store.read_meta())
         self._cold_of = cold
         self._cold_ahead: ColdSource | None = None
         if cold is not None:
             log.set_cold_source(cold(state.catalogue))
-        state.low_water_mark = meta.low_water_mark
-        state.versions_seq = meta.applied
-        state.pages_from = meta.pages_from
-        state.checkpoint_seq = state.idle_seq = meta.checkpoint_seq
-        state.ships_seq = meta.ships_seq
         # What is here, or has something newer here, nobody waits for.
         state.is_checkpoint_here = lambda seq: checkpoints.seq_newest >= seq
         for due in meta.checkpoints_due:
@@ -1085,63 +1076,3 @@ class Core:
 
 def _as_described(segment: Segment) -> tuple[int, int, int, bytes]:
     return segment.header.epoch, segment.seq_first, segment.seq_last, segment.segment_hash
-
-
-def meta_of(log: Log, store: PageStore) -> Meta | None:
-    """What the pages say of themselves, by the table of `replay.py`, or the log's first entry. None where
-    there are no pages and the log is empty."""
-    meta = read_meta(store.read_meta(), store.path)
-    if meta is None:
-        if log.chain.is_empty:
-            return None
-        if log.creation is None:
-            raise PagesDamaged("there are no pages, and the log's beginning is not here", path=store.path)
-        return new_meta(log.creation)
-    if meta.cluster_id != log.cluster_id_at(meta.applied):
-        raise Corrupt("the pages belong to another cluster than the log", path=log.directory)
-    if log.seq_durable < meta.applied:
-        raise Corrupt(
-            f"the log ends at {log.seq_durable}, and the pages hold entries up to {meta.applied}",
-            path=log.directory,
-            seq=meta.applied,
-        )
-    if log.seq_before_first >= meta.redo_seq:
-        raise Corrupt(
-            f"the log begins at {log.seq_first}, and the pages need it from {meta.redo_seq} on",
-            path=log.directory,
-        )
-    return meta
-
-
-def new_meta(creation: Creation) -> Meta:
-    """For what has no pages yet: all of it is in the log."""
-    settings = creation.settings
-    assert settings.page_keys is not None
-    assert settings.inline_bytes_max is not None
-    return Meta(
-        cluster_id=creation.cluster_id,
-        salt=creation.salt,
-        page_keys=settings.page_keys,
-        inline_bytes_max=settings.inline_bytes_max,
-        redo_seq=1,
-        applied=0,
-        horizon=None,
-        snapshots={},
-        low_water_mark=0,
-        keeping=Keeping().to_meta(),
-        changed_seq=0,
-        checkpoint_seq=0,
-        ships_seq=0,
-        checkpoints_due=[],
-        pages_from=0,
-    )
-
-
-def identity_of(meta: Meta) -> dict[str, object]:
-    """What the pages' meta says for ever."""
-    return {
-        "cluster_id": meta.cluster_id,
-        "salt": meta.salt,
-        "page_keys": meta.page_keys,
-        "inline_bytes_max": meta.inline_bytes_max,
-    }

@@ -24,7 +24,7 @@ from lowwater.engine.before_images import find_images, with_images
 from lowwater.engine.catalogue import Fork, fork_entry
 from lowwater.engine.chain import Chain, seal_entry
 from lowwater.engine.checkpoints import Checkpoints
-from lowwater.engine.core import ColdOf, EngineOptions, meta_of
+from lowwater.engine.core import ColdOf, EngineOptions
 from lowwater.engine.decide import decide as decide_request
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
 from lowwater.engine.fast import IS_COMPILED
@@ -33,6 +33,7 @@ from lowwater.engine.interrupts import busy, is_interrupt, to_the_end
 from lowwater.engine.keeping import PER_KEY_MAX
 from lowwater.engine.locks import LockManager
 from lowwater.engine.log import Log, LogOptions, Seams, wanted_settings
+from lowwater.engine.meta import Meta, meta_of
 from lowwater.engine.moments import duration_us, timeout_of
 from lowwater.engine.open_transactions import OpenTransactions
 from lowwater.engine.pages import after_prefix
@@ -40,7 +41,7 @@ from lowwater.engine.pagestore import PageStore
 from lowwater.engine.pieces import Piece, cut_puts, frames_of, places_of
 from lowwater.engine.reading import Reading
 from lowwater.engine.records import Unread, put_record
-from lowwater.engine.replay import Meta, Progress
+from lowwater.engine.replay import Progress
 from lowwater.engine.requests import request_hash, require_control
 from lowwater.engine.session import TTL_S_DEFAULT, Session, write_request
 from lowwater.engine.spill import abort_losers

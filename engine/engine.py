@@ -26,13 +26,14 @@ from lowwater.engine.away import BlockSource
 from lowwater.engine.before_images import find_images, with_images
 from lowwater.engine.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings
 from lowwater.engine.checkpoints import Checkpoints
-from lowwater.engine.core import ColdOf, EngineOptions, identity_of, meta_of, new_meta
+from lowwater.engine.core import ColdOf, EngineOptions
 from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.due import DUE_MAX
 from lowwater.engine.entries import Abort, Begin, Commit, Control, Copy, Write, decode_payload
 from lowwater.engine.format import Kind
 from lowwater.engine.interrupts import to_the_end
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.meta import meta_of, new_meta
 from lowwater.engine.opening import configured, open_parts
 from lowwater.engine.orchestrator import Orchestrator, Outcome
 from lowwater.engine.pages import Boundaries
@@ -262,7 +263,7 @@ class Engine(Reading):
         self._salt, self._page_keys = meta.salt, meta.page_keys
         self._state.boundaries = Boundaries(meta.salt, meta.page_keys)
         self._state.inline_bytes_max = meta.inline_bytes_max
-        self._flusher.identity = identity_of(meta)
+        self._flusher.meta = meta
 
     def _apply_again(self, seq: int, members: Sequence[Single], group_seq_last: int | None) -> Outcome:
         """With the lock: what became of an entry that was applied before. Raises LogDivergence where that was

@@ -22,15 +22,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import chain, islice, pairwise, repeat
 from typing import NamedTuple
 
-import cbor2
-
 from lowwater.engine.away import PageAway
-from lowwater.engine.due import as_stored
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.fast import IS_COMPILED, merge_range
 from lowwater.engine.keeping import limited
 from lowwater.engine.measure import Measured
 from lowwater.engine.merging import Merged, Rules, merge_changes
+from lowwater.engine.meta import META_KEY, Meta, encode_meta
 from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_bytes, stored_page
 from lowwater.engine.ranges import Layout, Range, Records, older_of, records_in
 from lowwater.engine.records import PageVersion, page_version
@@ -73,8 +71,6 @@ FETCHED_MIN = 2
 SESSIONS_AT_ONCE = 16
 # A range with so many changes and few pages is flushed early: then it has pages to be divided at.
 CHANGES_MAX = 16_384
-META_KEY = b"state"
-META_VERSION = 4
 # Memory goes back to the system after flushes that have freed so much, or a share of the pool: a smaller one
 # where few changes are left, so that it is not wanted for the next ones.
 TRIM_AFTER_BYTES_MIN = 8 * 2**20
@@ -105,7 +101,7 @@ class _Group(NamedTuple):
     ranges: list[Range]
     frozen_seq: int
     kept: Kept
-    meta: dict[str, object]
+    meta: Meta
     view: View
     ended: set[bytes]
     """Pages of transactions that have ended."""
@@ -132,11 +128,11 @@ class Flusher:
         self,
         state: State,
         *,
-        identity: dict[str, object],
+        meta: Meta,
         make_durable: Callable[[int], None],
         measured: Measured,
     ) -> None:
-        """`identity` goes into the store's meta, `make_durable(seq)` returns when the log is durable up to
+        """`meta` says whose pages these are, `make_durable(seq)` returns when the log is durable up to
         there."""
         self._state = state
         self._measured = measured
@@ -144,7 +140,7 @@ class Flusher:
             max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // TRIM_SHARE),
             max(TRIM_AFTER_BYTES_MIN, state.pool_bytes_max // TRIM_SHARE_AT_REST),
         )
-        self.identity = identity
+        self.meta = meta
         self._make_durable = make_durable
         # Pages at which ranges were divided, and of which the store has nothing yet.
         self._unstored: dict[bytes, Page] = {}
@@ -387,7 +383,7 @@ class Flusher:
             ranges=ranges,
             frozen_seq=frozen_seq,
             kept=kept,
-            meta=self._meta(frozen_seq),
+            meta=state.to_meta(self.meta, frozen_seq),
             view=dict(transactions.rows),
             ended={key for each in ranges for key in transactions.carries(each.layout.keys, ended)},
             sessions=state.sessions.freeze(),
@@ -398,7 +394,7 @@ class Flusher:
     def _flush(self, group: _Group) -> Generator[None, None, None]:
         state = self._state
         began_s = state.now_s()
-        ranges, frozen_seq, meta = group.ranges, group.frozen_seq, group.meta
+        ranges, frozen_seq = group.ranges, group.frozen_seq
         self._view, self._ended = group.view, group.ended
         stored_sessions = yield from self._encode_sessions(group.sessions)
         self._make_durable(frozen_seq)
@@ -424,7 +420,7 @@ class Flusher:
                 state.clean.forget(before)
             redo_seq = self._redo_seq([each for each in ranges if not waiting[each]], frozen_seq)
             changes = self._exchange_marks(marks, redo_seq)
-        meta["redo_seq"] = redo_seq
+        meta = group.meta._replace(redo_seq=redo_seq)
         written = {key for key, _ in puts}
         puts += [(key, encode_page(page, key)) for key, page in self._unstored.items() if key not in written]
         self._unstored.clear()
@@ -433,7 +429,7 @@ class Flusher:
         state.store.write(
             sorted(puts),
             deletes,
-            {META_KEY: cbor2.dumps(meta, canonical=True), **stored_sessions, **group.catalogue, **changes},
+            {META_KEY: encode_meta(meta), **stored_sessions, **group.catalogue, **changes},
         )
         AFTER_COMMIT()
         self.groups += 1
@@ -808,26 +804,6 @@ class Flusher:
         """With the lock: from where on entries have to be applied again once the group is durable."""
         redo_seqs = [each.rec_seq if each in group else each.redo_seq() for each in self._state.map.ranges]
         return min([frozen_seq + 1, *(seq for seq in redo_seqs if seq)])
-
-    def _meta(self, frozen_seq: int) -> dict[str, object]:
-        """With the lock: what goes into the store with the pages. All of it is durable before they are."""
-        state = self._state
-        fork = state.catalogue.forks.last
-        return {
-            **self.identity,
-            **({} if fork is None else {"cluster_id": fork.cluster_id}),
-            "version": META_VERSION,
-            "applied": max(frozen_seq, state.versions_seq),
-            "horizon": state.horizon,
-            "low_water_mark": state.low_water_mark,
-            "snapshots": dict(sorted(state.snapshots.items())),
-            "keeping": state.keeping.to_meta(),
-            "changed_seq": state.changed_seq,
-            "checkpoint_seq": state.checkpoint_seq,
-            "ships_seq": state.ships_seq,
-            "checkpoints_due": as_stored(state.checkpoints_due),
-            "pages_from": state.pages_from,
-        }
 
 
 def _changed_bytes(each: Range, waiting: list[bytes]) -> Generator[None, None, int]:

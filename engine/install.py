@@ -20,13 +20,12 @@ from operator import lt
 from lowwater.engine.away import BlockSource, read_away
 from lowwater.engine.blocks import KnownColumns
 from lowwater.engine.ckpt import Checkpoint
-from lowwater.engine.flush import META_KEY
 from lowwater.engine.keeping import Keeping
 from lowwater.engine.leaving import FIRST_KEY
+from lowwater.engine.meta import INSTALLING_KEY, META_KEY, Meta, encode_meta
 from lowwater.engine.pages import Boundaries, encode_page
 from lowwater.engine.pagestore import PageStore
 from lowwater.engine.references import decode_reference, encode_references
-from lowwater.engine.replay import INSTALLING_KEY, Meta, encode_meta
 from lowwater.engine.sessions import rows_of_control
 from lowwater.engine.state import LOWEST
 from lowwater.engine.transaction_table import TABLE_KEY, Row, encode_table

@@ -21,95 +21,24 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
-import cbor2
+from typing import NamedTuple
 
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.directory import typed_errors
-from lowwater.engine.due import Due, as_stored, from_stored
 from lowwater.engine.fast import PutRecords
 from lowwater.engine.fast import put_records as compiled_put_records
-from lowwater.engine.flush import META_KEY, META_VERSION
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES
 from lowwater.engine.log import Log
 from lowwater.engine.records import PUT_HEAD, SHAPE, KeyPlaces, Record, put_record
 from lowwater.engine.seams import File, Files
 from lowwater.engine.state import State
-from lowwater.errors import Corrupt, InputError, NewerVersion, OlderVersion
+from lowwater.errors import Corrupt
 
 READ_BYTES = 2**22
-# In the meta of a store that is being made from a checkpoint (`install.py`), until it is whole.
-INSTALLING_KEY = b"installing"
-# Pages are a cache: no code is kept that reads what an older one wrote.
-AGAIN_HINT = (
-    "open them with the Lowwater that wrote them. Where the log is whole from its first entry on, this one "
-    "makes pages from it: copy the directory, and in the copy move the pages aside and open it"
-)
 
 Progress = Callable[[int, int], None]
 """(the seq that was applied, the last one)"""
-
-
-class Meta(NamedTuple):
-    """What the page store says about itself."""
-
-    cluster_id: bytes
-    salt: bytes
-    page_keys: int
-    inline_bytes_max: int
-    redo_seq: int
-    applied: int
-    horizon: int | None
-    snapshots: dict[str, int]
-    low_water_mark: int
-    keeping: dict[str, Any]
-    changed_seq: int
-    checkpoint_seq: int
-    ships_seq: int
-    checkpoints_due: list[Due]
-    pages_from: int
-
-
-def read_meta(stored: dict[bytes, bytes], path: str) -> Meta | None:
-    """None for a store that nothing was written to."""
-    data = stored.get(META_KEY)
-    if data is None:
-        if INSTALLING_KEY in stored:
-            raise Corrupt(
-                "these pages were being made from a checkpoint, and that did not end",
-                path=path,
-                hint="restore again: it goes on where it was",
-            )
-        if stored:
-            raise Corrupt("the page store has no state", path=path)
-        return None
-    try:
-        found: Any = cbor2.loads(data)
-        if found["version"] > META_VERSION:
-            raise NewerVersion("these pages were written by a newer Lowwater", path=path)
-        if found["version"] < META_VERSION:
-            raise OlderVersion("these pages were written by an older Lowwater", path=path, hint=AGAIN_HINT)
-        meta = Meta(**{name: found[name] for name in Meta._fields})
-        return meta._replace(checkpoints_due=from_stored(found["checkpoints_due"]))
-    except InputError:
-        raise
-    except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
-        raise Corrupt("the page store's state cannot be read", path=path) from error
-
-
-def encode_meta(meta: Meta) -> bytes:
-    """What `read_meta` reads."""
-    data: bytes = cbor2.dumps(
-        {
-            **meta._asdict(),
-            "version": META_VERSION,
-            "checkpoints_due": as_stored(meta.checkpoints_due),
-        },
-        canonical=True,
-    )
-    return data
 
 
 class Puts(NamedTuple):

@@ -38,6 +38,7 @@ from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.fast import Begun, Superseded, put_changes
 from lowwater.engine.format import Flag, Kind
 from lowwater.engine.keeping import Keeping, Pin, Pins, add_pin
+from lowwater.engine.meta import Meta
 from lowwater.engine.pages import (
     REFERENCE,
     TOMBSTONE,
@@ -342,6 +343,35 @@ class State:
             if any(due.seq == seq for due in self.checkpoints_due):
                 self.checkpoints_due = [due for due in self.checkpoints_due if due.seq != seq]
                 self.unpin(self._due_pins.pop(seq))
+
+    def take_meta(self, meta: Meta) -> None:
+        """Have what the pages say; `applied` is set when all that is read from them is here."""
+        self.horizon, self.snapshots = meta.horizon, dict(meta.snapshots)
+        self.keeping.from_meta(meta.keeping)
+        self.changed_seq = meta.changed_seq
+        self.low_water_mark = meta.low_water_mark
+        self.versions_seq = meta.applied
+        self.pages_from = meta.pages_from
+        self.checkpoint_seq = self.idle_seq = meta.checkpoint_seq
+        self.ships_seq = meta.ships_seq
+
+    def to_meta(self, meta: Meta, frozen_seq: int) -> Meta:
+        """With the lock: what goes into the store with what is frozen. All of it is durable before the pages
+        are. Of `meta` it has whose pages these are, and a `redo_seq` that is not decided yet."""
+        fork = self.catalogue.forks.last
+        return meta._replace(
+            cluster_id=meta.cluster_id if fork is None else fork.cluster_id,
+            applied=max(frozen_seq, self.versions_seq),
+            horizon=self.horizon,
+            low_water_mark=self.low_water_mark,
+            snapshots=dict(sorted(self.snapshots.items())),
+            keeping=self.keeping.to_meta(),
+            changed_seq=self.changed_seq,
+            checkpoint_seq=self.checkpoint_seq,
+            ships_seq=self.ships_seq,
+            checkpoints_due=list(self.checkpoints_due),
+            pages_from=self.pages_from,
+        )
 
     def control_part(self) -> bytes:
         """With the lock: what the state has besides its content. All of it is a function of the log."""

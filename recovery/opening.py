@@ -23,11 +23,12 @@ from lowwater.engine import format
 from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Fork, SegmentDescriptor, fork_entry
 from lowwater.engine.chain import seal_entry
 from lowwater.engine.checkpoints import Checkpoints
-from lowwater.engine.core import Core, EngineOptions, meta_of
+from lowwater.engine.core import Core, EngineOptions
 from lowwater.engine.database import Database
 from lowwater.engine.directory import LOG_DIRECTORY
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.meta import meta_of
 from lowwater.engine.opening import PAGES_DIRECTORY, configured, open_with
 from lowwater.engine.origin import ORIGIN, Origin, log_directory_of, read_origin, write_origin
 from lowwater.engine.pagestore import PageStore

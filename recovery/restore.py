@@ -23,9 +23,9 @@ from lowwater.engine.catalogue import SegmentDescriptor
 from lowwater.engine.chain import CLUSTER_ID_BYTES
 from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.flush import META_KEY
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import Seams
+from lowwater.engine.meta import META_KEY
 from lowwater.engine.opening import PAGES_DIRECTORY
 from lowwater.engine.origin import ORIGIN, RESTORING, TEMPORARY, Origin, read_origin, write_origin
 from lowwater.engine.pagestore import PageStore

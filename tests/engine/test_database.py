@@ -25,10 +25,11 @@ from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.engine import format
 from lowwater.engine.database import EngineOptions
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.flush import AFTER_COMMIT, BEFORE_COMMIT, META_KEY, META_VERSION
+from lowwater.engine.flush import AFTER_COMMIT, BEFORE_COMMIT
 from lowwater.engine.lmdb_store import LmdbPages
 from lowwater.engine.log import LogOptions, Seams
 from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.meta import META_KEY, META_VERSION
 from lowwater.engine.opening import open_with
 from lowwater.engine.pieces import Piece
 from lowwater.errors import (

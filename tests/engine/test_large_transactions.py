@@ -17,6 +17,7 @@ from lowwater.chaos.survival import Survival
 from lowwater.engine import flush, spill, transaction_table, transactions
 from lowwater.engine.log import LogOptions
 from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.meta import META_KEY
 from lowwater.engine.transactions import Transaction
 from lowwater.errors import Conflict, InputError, LimitExceeded, LowwaterError, NotEmpty
 
@@ -292,7 +293,7 @@ def test_redo_that_meets_the_end_of_a_transaction_only_knows_it() -> None:
     driver.commit(opened)
     flush_range_of(driver, "199")
     flush_range_of(driver, "000")
-    meta = cbor2.loads(driver.machine.pages._meta[flush.META_KEY])
+    meta = cbor2.loads(driver.machine.pages._meta[META_KEY])
     row = driver.db._state.transactions.rows[next(iter(driver.db._state.transactions.rows))]
     assert row.txn < meta["redo_seq"] <= row.end_seq
     driver.recover("lose", again=0)
