@@ -21,7 +21,7 @@ from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
 from lowwater.engine.ckpt import Checkpoint, decode_checkpoint, encode_checkpoint
 from lowwater.engine.content import IsBoundary, blocks_at
 from lowwater.engine.due import Due
-from lowwater.engine.measure import Measured
+from lowwater.engine.measured import Measured
 from lowwater.engine.packing import Packing
 from lowwater.engine.state import State
 from lowwater.errors import (

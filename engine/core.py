@@ -34,7 +34,8 @@ from lowwater.engine.format import Kind
 from lowwater.engine.interrupts import busy, is_in_handler, is_interrupt, to_the_end
 from lowwater.engine.leaving import Leaving
 from lowwater.engine.log import Log, Seams, Start
-from lowwater.engine.measure import Measured, Recovering, watch
+from lowwater.engine.measure import Recovering, watch
+from lowwater.engine.measured import Measured
 from lowwater.engine.meta import Meta
 from lowwater.engine.moments import require_seq, timeout_of
 from lowwater.engine.pages import Boundaries

@@ -31,8 +31,9 @@ from lowwater.engine.entries import (
 )
 from lowwater.engine.format import KEY_BYTES_MAX, Kind
 from lowwater.engine.pages import after_prefix, bucket_range, encode_key
+from lowwater.engine.request_id import RequestId
 from lowwater.engine.requests import Single, condition_of, session_of
-from lowwater.engine.sessions import RequestId, Sessions
+from lowwater.engine.sessions import Sessions
 from lowwater.engine.state import State
 from lowwater.engine.transaction_table import DOOMING_CODES, Row
 

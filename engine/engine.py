@@ -42,6 +42,7 @@ from lowwater.engine.pieces import Piece
 from lowwater.engine.reading import Reading
 from lowwater.engine.redelivery import HeldFrames
 from lowwater.engine.replay import Progress
+from lowwater.engine.request_id import RequestId
 from lowwater.engine.requests import (
     Copied,
     Request,
@@ -55,7 +56,6 @@ from lowwater.engine.requests import (
     txn_of,
 )
 from lowwater.engine.seams import Task
-from lowwater.engine.sessions import RequestId
 from lowwater.engine.upkeep import Upkeep
 from lowwater.engine.waiting import Condition
 from lowwater.errors import (

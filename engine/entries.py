@@ -15,7 +15,7 @@ from lowwater.engine import format
 from lowwater.engine.before_images import BeforeImage, decode_image
 from lowwater.engine.checksum import crc32
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Flag, Kind, ValueRef
-from lowwater.engine.sessions import RequestId
+from lowwater.engine.request_id import RequestId
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
 
 _FRAME_FIXED_BYTES = format.FRAME_FIXED_BYTES

@@ -26,7 +26,7 @@ from lowwater.engine.away import PageAway
 from lowwater.engine.failpoints import Failpoint
 from lowwater.engine.fast import IS_COMPILED, merge_range
 from lowwater.engine.keeping import limited
-from lowwater.engine.measure import Measured
+from lowwater.engine.measured import Measured
 from lowwater.engine.merging import Merged, Rules, merge_changes
 from lowwater.engine.meta import META_KEY, Meta, encode_meta
 from lowwater.engine.pages import TOMBSTONE, Page, encode_page, stored_bytes, stored_page

@@ -3,7 +3,7 @@
 Always true:
   - a footer is a function of the segment's header and frames: whoever builds it builds the same bytes;
   - it is built window by window: memory depends on the number of frames (12 bytes each), not on their size;
-  - the vectorised builder in `columns.py` and the plain one here give the same result; a test sees to it.
+  - windows that `vectors.py` reads and those that `windows.py` does give the same result; a test sees to it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from lowwater.engine import format
-from lowwater.engine.checksum import crc32
-from lowwater.engine.format import Flag, Kind, SegmentTrailer
+from lowwater.engine.format import SegmentTrailer
 from lowwater.engine.scan import Readable
+from lowwater.engine.windows import PLAIN_WINDOW_BYTES, VECTOR_WINDOW_BYTES, PlainKeyIndex, read_window
 from lowwater.errors import Corrupt
 
 assert sys.byteorder == "little", "the index arrays are written as they are in memory"
 assert array("I").itemsize == 4
-
-# A plain window takes about 0.2 ms, a vectorised one is the better the larger it is.
-PLAIN_WINDOW_BYTES = 2**15
-VECTOR_WINDOW_BYTES = 2**21
 
 
 class BlockHasher:
@@ -81,88 +77,23 @@ class StreamRange(NamedTuple):
     frames: array[int]
 
 
-def stream_offset_of(data: bytes, at: int, flags: int) -> int:
-    """The offset that a message has in its stream."""
-    if not flags & Flag.STREAM_OFFSET:
-        raise Corrupt("a message has no offset in its stream")
-    start = at + format.FRAME_FIXED_BYTES + format.GROUP_BYTES[flags & (Flag.STREAM_OFFSET - 1)]
-    offset: int = format.U64.unpack_from(data, start)[0]
-    return offset
-
-
-class KeyIndex:
-    """Sorts the key index without ever sorting for long: by the top byte of the hash."""
-
-    def __init__(self) -> None:
-        self._buckets: list[list[int]] = [[] for _ in range(256)]
-
-    def add(self, items: Sequence[int]) -> None:
-        buckets = self._buckets
-        for item in items:
-            buckets[item >> 56].append(item)
-
-    def finish(self) -> Iterator[tuple[bytes, bytes]]:
-        """Hashes and frames in order, in parts, so that the caller can pause between them."""
-        for bucket in self._buckets:
-            bucket.sort()
-            yield (
-                array("I", [item >> 32 for item in bucket]).tobytes(),
-                array("I", [item & 0xFFFFFFFF for item in bucket]).tobytes(),
-            )
-
-
-class Window(NamedTuple):
-    """What the footer needs to know of some adjacent frames."""
-
-    key_index: Any
-    """`hash << 32 | frame` of each frame in the key index, in any order."""
-    kind_counts: dict[int, int]
-    streams: list[tuple[bytes, int, int]]
-    """(topic, offset, frame) of each message."""
-
-
-# The key index leaves out what has no bucket, what was refused, and messages, which streams index.
-def read_window(data: bytes, base: int, positions: Sequence[int], frame_first: int) -> Window:
-    """The plain way to read a window: `positions` are those of its frames, and `data` begins at `base`."""
-    unpack = format.FRAME_FIXED.unpack_from
-    key_index: list[int] = []
-    kind_counts: dict[int, int] = {}
-    streams: list[tuple[bytes, int, int]] = []
-    for frame, position in enumerate(positions, frame_first):
-        at = position - base
-        _, length, _, kind, flags, bucket_len, key_len, metadata_len, _, _ = unpack(data, at)
-        kind_counts[kind] = kind_counts.get(kind, 0) + 1
-        start, end = at + format.FRAME_FIXED_BYTES, at + format.FRAME_BYTES + length
-        if flags:
-            _, start = format.decode_extras(flags, data, start, end)
-        if start + bucket_len + key_len + metadata_len > end:
-            raise Corrupt("the lengths inside a frame exceed it", offset=position)
-        if not bucket_len or flags & Flag.REFUSED:
-            continue
-        if kind == Kind.APPEND:
-            streams.append((data[start : start + bucket_len], stream_offset_of(data, at, flags), frame))
-        else:
-            key_index.append(crc32(data[start : start + bucket_len + key_len]) << 32 | frame)
-    return Window(key_index, kind_counts, streams)
-
-
 def vectorised() -> ModuleType | None:
     """The module with the vectorised readers, where numpy is installed."""
     try:
-        from lowwater.engine import columns
+        from lowwater.engine import vectors
     except ImportError:
         return None
-    return columns
+    return vectors
 
 
 class FooterBuilder:
     """What a footer says of the frames that were read so far, in order, in windows of any size."""
 
     def __init__(self, *, plain: bool = False) -> None:
-        columns = None if plain else vectorised()
-        self._read = read_window if columns is None else columns.read_window
-        self.key_index = KeyIndex() if columns is None else columns.KeyIndex()
-        self.window_bytes = PLAIN_WINDOW_BYTES if columns is None else VECTOR_WINDOW_BYTES
+        vectors = None if plain else vectorised()
+        self._read = read_window if vectors is None else vectors.read_window
+        self.key_index = PlainKeyIndex() if vectors is None else vectors.VectorKeyIndex()
+        self.window_bytes = PLAIN_WINDOW_BYTES if vectors is None else VECTOR_WINDOW_BYTES
         self.frame_count = 0
         self.kind_counts: dict[int, int] = {}
         self.streams: dict[bytes, list[StreamRange]] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lowwater.errors import LowwaterError
 from lowwater.logging import get_logger
-from lowwater.metrics import EngineMetrics, Gauge, Histogram, engine_durations
+from lowwater.metrics import EngineMetrics, Gauge
 
 if TYPE_CHECKING:
     from lowwater.engine.core import Core
@@ -23,35 +23,6 @@ _logger = get_logger("engine")
 
 # Of a recovery that takes long, a word from time to time.
 TOLD_EVERY_S = 5.0
-
-
-class Measured:
-    """What is counted where nothing else keeps a count."""
-
-    def __init__(self) -> None:
-        self.durations = engine_durations()
-        self.frames_redone = 0
-        self.left_seqs = 0
-        self.transactions_begun = 0
-        self.transactions_committed = 0
-        self.transactions_aborted = 0
-        self.conflicts = 0
-
-    @property
-    def recovery_duration(self) -> Histogram:
-        return self.durations["storage_recovery_duration_seconds"]
-
-    @property
-    def checkpoint_duration(self) -> Histogram:
-        return self.durations["storage_checkpoint_creation_duration_seconds"]
-
-    @property
-    def flush_duration(self) -> Histogram:
-        return self.durations["lowwater_flush_duration_seconds"]
-
-    @property
-    def flush_write_duration(self) -> Histogram:
-        return self.durations["lowwater_flush_write_duration_seconds"]
 
 
 class Recovering:

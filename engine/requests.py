@@ -44,7 +44,8 @@ from lowwater.engine.entries import (
 )
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind, ValueRef
 from lowwater.engine.keeping import PER_KEY_MAX
-from lowwater.engine.sessions import SESSION_KINDS, TTL_US_MAX, RequestId, as_request_id
+from lowwater.engine.request_id import RequestId, as_request_id
+from lowwater.engine.sessions import SESSION_KINDS, TTL_US_MAX
 from lowwater.errors import InvalidEntry
 
 Single = Create | CreateBucket | DeleteBucket | Put | Delete | Copy | Begin | Commit | Abort | Control

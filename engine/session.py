@@ -20,8 +20,8 @@ from lowwater.engine.chain import Chain
 from lowwater.engine.decide import Refusal, decide
 from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put, Write
 from lowwater.engine.format import Kind
+from lowwater.engine.request_id import NUMBER_MAX, RESULTS_MAX, RequestId
 from lowwater.engine.requests import Copied, Request, encode_outcome, members_of, session_of
-from lowwater.engine.sessions import NUMBER_MAX, RESULTS_MAX, RequestId
 from lowwater.engine.sessions import Session as StoredSession
 from lowwater.errors import (
     AlreadyExists,

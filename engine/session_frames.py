@@ -8,7 +8,8 @@ from __future__ import annotations
 from lowwater.engine import format
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.format import Flag, Kind
-from lowwater.engine.sessions import SESSION_KINDS, Sessions, request_of_word
+from lowwater.engine.request_id import request_of_word
+from lowwater.engine.sessions import SESSION_KINDS, Sessions
 
 
 def apply_session_frame(sessions: Sessions, seq: int, payload: bytes) -> None:

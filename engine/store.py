@@ -29,11 +29,12 @@ from lowwater.engine.directory import (
     write_hint,
 )
 from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.footer import VECTOR_WINDOW_BYTES, BlockHasher, FooterBuilder, vectorised
+from lowwater.engine.footer import BlockHasher, FooterBuilder, vectorised
 from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES, TIME_SLICE, SegmentHeader
 from lowwater.engine.pieces import Piece
 from lowwater.engine.recover import Current, Recovered, hasher_of, repair_current
 from lowwater.engine.seams import Clock, File, Files, SyncMode, write_all
+from lowwater.engine.windows import VECTOR_WINDOW_BYTES
 from lowwater.logging import get_logger
 
 _logger = get_logger("log")

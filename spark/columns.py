@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from lowwater.engine import format
 from lowwater.engine.before_images import IMAGE, LARGE_VALUE
-from lowwater.engine.columns import Frames, gather, slices
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.format import KIND_NAMES, Flag, Kind
+from lowwater.engine.vectors import Frames, gather, slices
 from lowwater.errors import Corrupt, LimitExceeded, NewerVersion
 from lowwater.spark.maps import decode_maps
 

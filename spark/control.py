@@ -24,7 +24,8 @@ from lowwater.engine.due import Due
 from lowwater.engine.format import Kind
 from lowwater.engine.memory_pages import MemoryPages
 from lowwater.engine.pages import Boundaries
-from lowwater.engine.sessions import NUMBER_MAX, SESSION_KINDS, request_of_word, rows_of_control
+from lowwater.engine.request_id import NUMBER_MAX, request_of_word
+from lowwater.engine.sessions import SESSION_KINDS, rows_of_control
 from lowwater.engine.state import State
 from lowwater.engine.transaction_table import Row
 from lowwater.spark.archive import Archive, Base

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lowwater.engine import format
-from lowwater.engine.columns import crc32_many, slices
+from lowwater.engine.vectors import crc32_many, slices
 from lowwater.errors import Corrupt
 
 # Fewer are decoded one by one.

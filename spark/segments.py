@@ -21,10 +21,10 @@ import pyarrow as pa
 
 from lowwater.engine import format
 from lowwater.engine.checksum import crc32
-from lowwater.engine.columns import Frames, Int64, crc32_many, gather
 from lowwater.engine.format import KIND_CODES, Kind
 from lowwater.engine.reader import seq_of, time_of
 from lowwater.engine.real import RealClock
+from lowwater.engine.vectors import Frames, Int64, crc32_many, gather
 from lowwater.errors import Corrupt, DataError, InvalidConfig, LowwaterError, NewerVersion
 from lowwater.spark.columns import COLUMNS, Batch, arrow_schema
 from lowwater.spark.plan import Part, Piece, Place, open_place

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from lowwater.engine.log import Log, LogOptions
     from lowwater.engine.orchestrator import Orchestrator, Outcome, StorageEngine
     from lowwater.engine.records import Head, Marks, Object, Page
+    from lowwater.engine.request_id import RequestId
     from lowwater.engine.session import Session
-    from lowwater.engine.sessions import RequestId
     from lowwater.engine.transactions import Savepoint, Transaction
     from lowwater.recovery.opening import open_directory as open
     from lowwater.recovery.restore import Restored, restore
@@ -79,7 +79,7 @@ _PUBLIC = {
     "Page": ("engine.records", "Page"),
     "Put": ("engine.entries", "Put"),
     "Refusal": ("engine.decide", "Refusal"),
-    "RequestId": ("engine.sessions", "RequestId"),
+    "RequestId": ("engine.request_id", "RequestId"),
     "Restored": ("recovery.restore", "Restored"),
     "Savepoint": ("engine.transactions", "Savepoint"),
     "Session": ("engine.session", "Session"),

@@ -17,7 +17,7 @@ import lowwater
 from lowwater.chaos.workload import CLUSTER_ID, SALT
 from lowwater.engine import columns, footer, format
 from lowwater.engine.chain import create_entry
-from lowwater.engine.columns import COLUMNS, crc32_many, read_columns
+from lowwater.engine.columns import COLUMNS, read_columns
 from lowwater.engine.compress import compress_segment
 from lowwater.engine.entries import Entry, Put
 from lowwater.engine.footer import footer_steps
@@ -26,6 +26,7 @@ from lowwater.engine.log import Log, LogOptions, Seams
 from lowwater.engine.memory import MemoryFiles
 from lowwater.engine.real import RealFiles
 from lowwater.engine.scan import scan_frames
+from lowwater.engine.vectors import crc32_many
 from lowwater.errors import (
     Corrupt,
     DataError,

@@ -20,7 +20,7 @@ import lowwater
 from lowwater import Copy, CreateBucket, Delete, Outcome, Put, Refusal, RequestId, Write
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine import core
+from lowwater.engine import core, request_id
 from lowwater.engine import engine as engine_module
 from lowwater.engine import sessions as engine_sessions
 from lowwater.engine.chain import checkpoint_entry
@@ -28,16 +28,9 @@ from lowwater.engine.entries import Control
 from lowwater.engine.flush import Flusher
 from lowwater.engine.format import Kind
 from lowwater.engine.log import LogOptions
+from lowwater.engine.request_id import RESULTS_MAX, as_request_id, request_of_word
 from lowwater.engine.requests import Request
-from lowwater.engine.sessions import (
-    RESULTS_MAX,
-    Result,
-    Session,
-    Sessions,
-    as_request_id,
-    request_of_word,
-    session_key,
-)
+from lowwater.engine.sessions import Result, Session, Sessions, session_key
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import (
     AlreadyExists,
@@ -68,7 +61,9 @@ def tables(engine: Any) -> dict[int, tuple[Any, ...]]:
 def limits(**constants: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            patch.setattr(engine_sessions, name, value)
+            for module in (engine_sessions, request_id):
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
         yield
 
 

@@ -15,9 +15,9 @@ from tests.spark.fed import Fed, random_archive
 
 import lowwater
 from lowwater.engine import format
-from lowwater.engine.columns import Frames
 from lowwater.engine.entries import Entry, decode_body
 from lowwater.engine.format import Extras, Kind
+from lowwater.engine.vectors import Frames
 from lowwater.errors import (
     Corrupt,
     DataError,
