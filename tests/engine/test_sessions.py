@@ -20,8 +20,8 @@ import lowwater
 from lowwater import Copy, CreateBucket, Delete, Outcome, Put, Refusal, RequestId, Write
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine import core, request_id
 from lowwater.engine import engine as engine_module
+from lowwater.engine import request_id
 from lowwater.engine import sessions as engine_sessions
 from lowwater.engine.chain import checkpoint_entry
 from lowwater.engine.entries import Control
@@ -228,7 +228,7 @@ def redo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param:
 
         def meta_of(log: Any, store: Any) -> Any:
-            meta = core.meta_of(log, store)
+            meta = meta_module.meta_of(log, store)
             return None if meta is None else meta._replace(redo_seq=1)
 
         monkeypatch.setattr(engine_module, "meta_of", meta_of)
