@@ -225,12 +225,18 @@ class SampleScrub:
         )
 
     def _draw_manifest(self, region: Region) -> Sample | None:
-        """The newest, or a part of the catalogue that it reaches. All of it can be made here."""
-        core, newest = self._core, region.newest
-        if newest is None or manifest_of(core.catalogue, core.cluster_id, newest.seq) != newest:
+        """One of all, or a part of the catalogue that it reaches. All of it can be made here."""
+        core, manifest = self._core, region.newest
+        catalogue = core.catalogue
+        if manifest is None or manifest_of(catalogue, core.cluster_id, manifest.seq) != manifest:
             return None  # another replica's, or a parent's: it has what is not here
-        objects = [(newest.name, newest.encode())]
-        objects += [(chunk_name(each), data) for each, data in core.catalogue.objects(newest.heads)]
+        if self._drawn(2):  # the newest is what restores begin with
+            of_segments = bool(self._drawn(2))
+            older = region.draw(catalogue.segments) if of_segments else region.draw(catalogue.checkpoints)
+            if older is not None:
+                manifest = manifest_of(catalogue, core.cluster_id, older.recorded_seq)
+        objects = [(manifest.name, manifest.encode())]
+        objects += [(chunk_name(each), data) for each, data in catalogue.objects(manifest.heads)]
         name, data = objects[self._drawn(len(objects))]
 
         def fill() -> bool:

@@ -56,8 +56,8 @@ def test_every_object_is_read_sooner_or_later_and_few_at_a_time() -> None:
     read = reads_of(machine)
     let_pass(machine, 1)
     assert len({each.name for each in read}) <= 2, "a checkpoint's index leads to its packs"
-    let_pass(machine, 120)
-    sent = {name for name in objects_of(machine.server) if name.startswith(KINDS[:3])}
+    let_pass(machine, 300)
+    sent = {name for name in objects_of(machine.server) if name.startswith(KINDS)}
     assert sent <= {each.name for each in read}
     assert {kind for kind in KINDS for each in read if each.name.startswith(kind)} == set(KINDS)
     assert machine.db.shipping().alarm is None
@@ -79,6 +79,21 @@ def test_what_is_damaged_is_written_again_from_what_is_here(names: str, loss: st
     let_pass(machine, 120)
     assert shared(objects_of(machine.server)) == shared(whole)
     assert machine.db.metrics().get_sample_value("storage_s3_shipping_errors_total") > errors
+    assert machine.db.shipping().alarm is None
+    machine.db.close()
+
+
+def test_manifests_that_others_have_followed_are_written_again() -> None:
+    """A scrub of the archive calls them lost, and all of them can be made here."""
+    machine = scrubbed_machine()
+    whole = objects_of(machine.server)
+    manifests = sorted(name for name in whole if name.startswith("manifest/0"))
+    assert len(manifests) > 3
+    for name in manifests[1:-1]:
+        machine.server.objects.remove(name)
+    machine.server.flip_byte(manifests[0], 20, 1)
+    let_pass(machine, 400)
+    assert shared(objects_of(machine.server)) == shared(whole)
     assert machine.db.shipping().alarm is None
     machine.db.close()
 
