@@ -227,6 +227,8 @@ class Transaction:
         if self._database._wal.chain.settings.before_images:
             # What others write to the key before the commit refuses that: its image is this one.
             size += state.away.call(lambda: image_bytes(state, encoded))
+        if self._undo and self._bytes + size > format.BATCH_BYTES_MAX - PIECE_BYTES:
+            self._spill_writes()  # with this one they would be too large for one batch
         self._undo.append((encoded, entry, self._writes.get(encoded)))
         if encoded not in self._writes:
             insort(self._written_keys, encoded)

@@ -34,7 +34,7 @@ from lowwater.tiering.scrub_objects import (
     WantedSegment,
 )
 from lowwater.tiering.ship_checkpoints import bring_checkpoint, bring_object
-from lowwater.tiering.store import at
+from lowwater.tiering.store import at, is_there
 from lowwater.tiering.upload_queue import Stopping
 from lowwater.tiering.verified_writes import write_verified
 from lowwater.tiering.watched_store import WatchedStore
@@ -46,12 +46,14 @@ SHARE = 0.01
 
 class Sample(NamedTuple):
     """An object that is to be looked at: what it has to be, with the size that it has in the store, and how
-    it is written again, which is False where its bytes are not here."""
+    it is written again, which is False where its bytes are not here. Of a pack also the checkpoint that
+    needs it."""
 
     region: Region
     name: str
     want: Callable[[int | None], Item]
     fill: Callable[[], bool]
+    checkpoint: str = ""
 
 
 class SampleScrub:
@@ -143,6 +145,11 @@ class SampleScrub:
             self._damaged.pop(name, None)
             self._checkpoint_is_gone(sample, finding)
             return
+        if sample.checkpoint and not is_there(sample.region.store, sample.checkpoint):
+            # Where nobody has the pack, its checkpoint is taken away, so that restores pass it over. Others
+            # that need it are drawn, too.
+            self._damaged.pop(name, None)
+            return
         self._metrics.failed()
         _logger.error("an object of the archive is damaged", object=finding.where, error=finding.what)
         error = StoreCorrupt(finding.what, path=finding.where, seq=finding.seq, hint=finding.hint)
@@ -222,15 +229,22 @@ class SampleScrub:
             pack_name,
             lambda size: Wanted(pack_name, size, pack_bytes),
             lambda: bring_object(self._core, region.store, pack_name, known=region.known),
+            name,
         )
 
     def _draw_manifest(self, region: Region) -> Sample | None:
-        """The newest, or a part of the catalogue that it reaches. All of it can be made here."""
-        core, newest = self._core, region.newest
-        if newest is None or manifest_of(core.catalogue, core.cluster_id, newest.seq) != newest:
+        """One of all, or a part of the catalogue that it reaches. All of it can be made here."""
+        core, manifest = self._core, region.newest
+        catalogue = core.catalogue
+        if manifest is None or manifest_of(catalogue, core.cluster_id, manifest.seq) != manifest:
             return None  # another replica's, or a parent's: it has what is not here
-        objects = [(newest.name, newest.encode())]
-        objects += [(chunk_name(each), data) for each, data in core.catalogue.objects(newest.heads)]
+        if self._drawn(2):  # the newest is what restores begin with
+            of_segments = bool(self._drawn(2))
+            older = region.draw(catalogue.segments) if of_segments else region.draw(catalogue.checkpoints)
+            if older is not None:
+                manifest = manifest_of(catalogue, core.cluster_id, older.recorded_seq)
+        objects = [(manifest.name, manifest.encode())]
+        objects += [(chunk_name(each), data) for each, data in catalogue.objects(manifest.heads)]
         name, data = objects[self._drawn(len(objects))]
 
         def fill() -> bool:

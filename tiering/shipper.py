@@ -154,8 +154,9 @@ class Shipper:
             known=self._regions[0].known,
         )
         self._shipping_checkpoint = threading.Lock()
-        # Of what a purge has asked a store for in vain.
+        # Of what a purge has asked a store for in vain, and the segment that it was about.
         self._purge_trouble = self._new_backoff()
+        self._refused: SegmentDescriptor | None = None
         # Of what is wrong with a checkpoint here, or with the store where it goes.
         self._checkpoint_trouble = self._new_backoff()
         self._scrub = None
@@ -250,6 +251,8 @@ class Shipper:
                 self._try(region.looking, self._look_again, region)
             if region.archive is not None and self._may_claim and not self._is_over:
                 self._try(region.backoff, self._publish, region)
+        if (refusal := self._purge_trouble.error) is not None:
+            self._try(self._purge_trouble, partial(self._ask_again, refusal))
         if not self._is_over:
             self._count()
         return self._wait_s()
@@ -560,26 +563,45 @@ class Shipper:
 
     def require_shipped(self, segments: Sequence[SegmentDescriptor]) -> None:
         """Before they are removed here: every region that counts is asked for each of them."""
+        asked: SegmentDescriptor | None = None
         try:
             for region in self._regions if segments else ():
                 if not region.counts:
                     continue
+                asked = segments[-1]
                 # What is found to be lost is lost for who publishes, too: not while it does.
                 with self._stepping:
                     region.require_as_left()
-                    region.require_reaches(segments[-1].last)
-                for segment in segments:
+                    region.require_reaches(asked.last)
+                for asked in segments:
                     if self._is_stopping:
                         raise Stopping
-                    if not region.is_parents(segment):
-                        self._bring_back(region, segment)
+                    if not region.is_parents(asked):
+                        self._bring_back(region, asked)
         except Stopping:
             raise Closed("the database is being closed", path=self._core.directory) from None
         except LowwaterError as error:
             if is_alarm(error):
+                self._refused = asked
                 self._failed(self._purge_trouble, error)
             raise
         self._purge_trouble.succeeded()
+
+    def _ask_again(self, refusal: LowwaterError) -> None:
+        """For the segment that a purge was refused for: the next purge may be long after it was repaired, or
+        never come. What else it would find, it says then."""
+        refused = self._refused
+        assert refused is not None
+        try:
+            for region in self._regions:
+                if region.counts:
+                    region.require_as_left()
+                    region.require_reaches(refused.last)
+                    if not region.is_parents(refused):
+                        self._bring_back(region, refused)
+        except LowwaterError as error:
+            # A store that does not answer says nothing of what was wrong.
+            raise error if is_alarm(error) else again(refusal) from None
 
     def _bring_back(self, region: Region, segment: SegmentDescriptor) -> None:
         """Upload a segment again, if the region has lost it. Raises StoreCorrupt where it has another one."""

@@ -254,6 +254,26 @@ def test_two_that_wait_for_each_other_are_found(db: Database) -> None:
     assert sorted(outcomes) == ["Deadlock", "committed"]
 
 
+@pytest.mark.parametrize("before_images", [False, True])
+def test_a_value_that_is_as_large_as_allowed_can_be_written_after_others(
+    tmp_path: Path, *, before_images: bool
+) -> None:
+    """What waits for the commit, and it, are more than one batch."""
+    most = 31 * 2**20
+    with lowwater.open(
+        tmp_path / "data", config={"wal": {"entry_bytes_max": most, "before_images": before_images}}
+    ) as db:
+        db.create_bucket("b")
+        db.put("b", "large", bytes(200), {"m": "n" * 60_000})
+        with db.transaction() as txn:
+            txn.put("b", "k", bytes(transactions.SPILL_ABOVE_BYTES - 1000))
+            txn.put("b", "large", bytes(most - 100))
+            txn.put("b", "last", b"1")
+        found = db.get("b", "large")
+        assert (len(found.value), found.seq) == (most - 100, txn.seq)
+        assert list(db.check()) == []
+
+
 def test_misuse_is_told(db: Database) -> None:
     """Each wrong use has an error that says what to do."""
     with pytest.raises(InputError, match="isolation"):

@@ -230,6 +230,39 @@ def test_a_purge_that_is_refused_for_what_lies_in_the_store_is_an_alarm() -> Non
     machine.db.close()
 
 
+@pytest.mark.parametrize("is_wiped", [False, True])
+def test_the_alarm_of_a_purge_ends_with_what_it_was_about(*, is_wiped: bool) -> None:
+    """There may be nothing to purge any more: somebody has made room, or purges by hand."""
+    machine = new_machine()
+    fill(machine, 0, 300)
+    machine.db.ship()
+    machine.db.flush()
+    name = max(name for name in objects_of(machine.server) if name.startswith(WAL))
+    right = machine.server.objects.data[name]
+    if is_wiped:
+        wipe(machine.server.objects, {})
+    else:
+        machine.server.objects.data[name] = b"something else" * 50
+    with pytest.raises(DataError):
+        machine.db.purge(machine.db.purgeable_seq())
+    assert machine.db.shipping().alarm is not None
+    if not is_wiped:
+        machine.later(100)
+        machine.server.down = True
+        machine.later(100)
+        alarm = machine.db.shipping().alarm
+        assert alarm is not None
+        assert name in str(alarm.where)
+        machine.server.down = False
+        machine.server.objects.data[name] = right
+    machine.later(200)
+    status = machine.db.shipping()
+    assert (status.state, status.alarm) == ("idle", None)
+    assert machine.server.objects.data[name] == right
+    assert machine.db.marks().purged == 0
+    machine.db.close()
+
+
 def test_nothing_is_purged_for_an_archive_that_is_anothers_by_now() -> None:
     other = new_machine()
     fill(other, 0, 300)

@@ -18,8 +18,11 @@ from tests.tiering.test_shipper import fill, new_machine
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.store import Fault, FaultyStore, Operation
+from lowwater.engine.ckpt import decode_checkpoint
 from lowwater.engine.entries import CreateBucket, Put
-from lowwater.tiering.names import WAL
+from lowwater.tiering.memory_store import MemoryStore
+from lowwater.tiering.names import WAL, checkpoint_name, pack_object_name
+from lowwater.tiering.scrub import Scrub
 
 EVERY_S = 600.0
 KINDS = ("wal/", "data/packs/", "checkpoints/", "manifest/")
@@ -56,8 +59,8 @@ def test_every_object_is_read_sooner_or_later_and_few_at_a_time() -> None:
     read = reads_of(machine)
     let_pass(machine, 1)
     assert len({each.name for each in read}) <= 2, "a checkpoint's index leads to its packs"
-    let_pass(machine, 120)
-    sent = {name for name in objects_of(machine.server) if name.startswith(KINDS[:3])}
+    let_pass(machine, 300)
+    sent = {name for name in objects_of(machine.server) if name.startswith(KINDS)}
     assert sent <= {each.name for each in read}
     assert {kind for kind in KINDS for each in read if each.name.startswith(kind)} == set(KINDS)
     assert machine.db.shipping().alarm is None
@@ -83,6 +86,21 @@ def test_what_is_damaged_is_written_again_from_what_is_here(names: str, loss: st
     machine.db.close()
 
 
+def test_manifests_that_others_have_followed_are_written_again() -> None:
+    """A scrub of the archive calls them lost, and all of them can be made here."""
+    machine = scrubbed_machine()
+    whole = objects_of(machine.server)
+    manifests = sorted(name for name in whole if name.startswith("manifest/0"))
+    assert len(manifests) > 3
+    for name in manifests[1:-1]:
+        machine.server.objects.remove(name)
+    machine.server.flip_byte(manifests[0], 20, 1)
+    let_pass(machine, 400)
+    assert shared(objects_of(machine.server)) == shared(whole)
+    assert machine.db.shipping().alarm is None
+    machine.db.close()
+
+
 def test_what_is_damaged_and_not_here_any_more_is_an_alarm_until_it_is_whole() -> None:
     """It stays, also when the database has nothing else to do."""
     machine = scrubbed_machine()
@@ -104,6 +122,38 @@ def test_what_is_damaged_and_not_here_any_more_is_an_alarm_until_it_is_whole() -
     let_pass(machine, 3)
     assert machine.db.shipping().alarm is None
     archived(machine.server)
+    machine.db.close()
+
+
+def test_the_alarm_about_a_pack_ends_with_the_checkpoints_that_need_it() -> None:
+    """Where nobody has it any more, nothing else can end it: restores pass over checkpoints that are gone."""
+    machine = new_machine(options=tier_options(shipping={"scrub_interval_s": EVERY_S}))
+    for number in range(0, 400, 80):
+        fill(machine, number, 80)
+        machine.db.checkpoint()
+        machine.db.ship()
+    data = machine.server.objects.data
+    kept = {each.seq for each in machine.db.checkpoints()}
+    packs: dict[str, set[str]] = {}
+    needed: set[str] = set()
+    for each in machine.db.catalogue.checkpoints:
+        index = checkpoint_name(each)
+        for pack in map(pack_object_name, decode_checkpoint(data[index]).packs):
+            packs.setdefault(pack, set()).add(index)
+            needed |= {pack} if each.seq in kept else set()
+    lost = min(packs.keys() - needed)
+    machine.server.objects.remove(lost)
+    alarm: Any = None
+    while alarm is None:
+        let_pass(machine, 1)
+        alarm = machine.db.shipping().alarm
+    assert lost in str(alarm.where)
+    for index in packs[lost]:
+        machine.server.objects.remove(index)
+    let_pass(machine, 20)
+    assert machine.db.shipping().alarm is None
+    scrub = Scrub(MemoryStore(objects=machine.server.objects), deep=True, at_once=1)
+    assert {each.severity for each in scrub.findings()} <= {"note", "warning"}
     machine.db.close()
 
 
