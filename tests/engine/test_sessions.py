@@ -21,6 +21,7 @@ from lowwater import Copy, CreateBucket, Delete, Outcome, Put, Refusal, RequestI
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine import engine as engine_module
+from lowwater.engine import meta as meta_module
 from lowwater.engine import request_id
 from lowwater.engine import sessions as engine_sessions
 from lowwater.engine.chain import checkpoint_entry
