@@ -372,7 +372,9 @@ class Core:
             self._seams.runner.apart(self._make_checkpoints)
         except MustWait as wait:
             raise again(wait.error) from wait
-        except Exception as failure:  # noqa: BLE001 — as in the background
+        except Exception as failure:  # as in the background
+            if is_interrupt(failure):
+                raise  # what it came to is known in the thread that the step has for itself
             self._fail(failure)
             self._require_writable()
 

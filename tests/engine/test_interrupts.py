@@ -506,6 +506,35 @@ def test_a_handler_may_raise_what_it_was_refused_with(tmp_path: Path, name: str)
         assert list(db.check()) == []
 
 
+OF_THE_SYSTEM: dict[str, tuple[str, Call]] = {
+    "checkpoint": ("engine/core.py", lambda db, value: (db.put("b", "k", value), db.checkpoint())),
+    "session": ("engine/entries.py", lambda db, value: db.session(ttl=60).close()),
+    "metadata": (
+        "engine/format.py",
+        lambda db, value: (db.put("b", "k", value, {"a": "b"}), [*db.scan("b")]),
+    ),
+    "log": ("engine/real.py", lambda db, value: list(db.log(1))),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_SYSTEM)
+def test_what_a_handler_raises_is_taken_for_nothing_else(tmp_path: Path, name: str) -> None:
+    """A TimeoutError is an OSError: it is neither a disk that fails, nor what damaged bytes lead to."""
+    file, call = OF_THE_SYSTEM[name]
+    walk = Walk(file)
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("too late")
+
+    with lowwater.open(tmp_path / "db", config={"wal": {**CONFIG["wal"], "cache_bytes_max": 1}}) as db:
+        db.create_bucket("b")
+        for at in places(lambda: call(db, b"walked"), 60, 13, file):
+            with handling(handler), suppress(TimeoutError):
+                walk.run(lambda: call(db, b"%d" % at), at)  # noqa: B023
+            db.put("b", "after", b"v")
+        assert list(db.check()) == []
+
+
 @pytest.mark.parametrize("name", ["put", "put_many", "transaction", "flush", "scan"])
 def test_a_handler_may_close(tmp_path: Path, name: str) -> None:
     """What is interrupted ends, or says that it is closed."""
