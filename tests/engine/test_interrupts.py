@@ -555,6 +555,24 @@ def test_a_handler_may_close(tmp_path: Path, name: str) -> None:
             assert list(db.check()) == []
 
 
+def test_a_handler_may_wait_for_a_future_where_one_is_waited_for() -> None:
+    """All futures have one lock."""
+    walk = Walk("engine/tickets.py")
+    entry = Put("b", "k", b"v")
+    seqs: list[int] = []
+
+    def handler(*_: object) -> None:
+        with suppress(Busy):
+            seqs.append(log.submit(entry).result())
+
+    with Log.open(None) as log:
+        for at in range(1, 13):
+            future = log.submit(entry)
+            with handling(handler), at_most(20):
+                walk.run(future.result, at)
+    assert seqs
+
+
 def test_an_interrupted_close_is_to_the_end(tmp_path: Path) -> None:
     walk, path = Walk(), tmp_path / "db"
     db = opened(path)
