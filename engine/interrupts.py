@@ -7,7 +7,8 @@ Always true:
     else: statements without a call between them are not interrupted either;
   - an interrupt is no failure: nothing is known to be wrong, and whoever is interrupted mends what it has
     left, or leaves it such that the next one can go on with it;
-  - on the way where nothing is raised, none of this costs anything.
+  - where nothing is raised, all that it costs is a look at who has a lock, and a thread for what is done once
+    in a while.
 """
 
 from __future__ import annotations
