@@ -110,6 +110,7 @@ class AwayPages:
         self._blocks = blocks
         self._path = path
         self._lock = threading.RLock()  # a signal handler may call too
+        self.owns_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._flights: dict[bytes, _Flight] = {}
         self._held: dict[bytes, _Held] = {}
         self._returning: dict[bytes, tuple[bytes, Page]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
+from collections.abc import Callable
 
 from lowwater.engine.pages import Page
 from lowwater.engine.ranges import Layout
@@ -29,6 +30,7 @@ class CleanPages:
         self._queue: deque[tuple[Layout, int]] = deque()
         self._stale = 0  # at most so many of these are of layouts that are no longer in force
         self._lock = threading.RLock()  # a signal handler may call too
+        self.owns_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self.bytes = 0
         self.bytes_max = 0
         self.evictions = 0

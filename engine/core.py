@@ -159,11 +159,12 @@ class Core:
             store,
             Boundaries(meta.salt, meta.page_keys),
             inline_bytes_max=meta.inline_bytes_max,
-            place_reader=self._values.read,
+            place_reader=self._read_value,
             pool_bytes_max=options.pool_bytes_max,
             now_s=seams.clock.monotonic,
             blocks=blocks,
         )
+        state.own_locks += (log.wal.owns_lock, self._values.owns_lock)
         store.on_full = lambda: self._tier is not None and self._tier.make_room()
         self.measured = Measured()
         self._failure: LowwaterError | None = None
@@ -350,7 +351,9 @@ class Core:
             self._seams.runner.apart(self._make_checkpoints)
         except MustWait as wait:
             raise again(wait.error) from wait
-        except Exception as failure:  # noqa: BLE001 — as in the background
+        except Exception as failure:  # as in the background
+            if is_interrupt(failure):
+                raise  # what it came to is known in the thread that the step has for itself
             self._fail(failure)
             self._require_writable()
 
@@ -626,14 +629,18 @@ class Core:
     def _refuse_reentry(self) -> None:
         """Raise Busy to a signal handler that has interrupted a call of its own thread where that has a lock,
         or leads, or stands in line."""
-        if self._state.owns_lock():
-            raise busy(self._log.directory)
+        self._refuse_inside()
         self._wal.refuse_reentry()
 
     def _refuse_inside(self) -> None:
-        """The same for reads, which may find changes made by half."""
-        if self._state.owns_lock():
+        """The same for reads, which may find changes made by half, or wait for who waits for this thread."""
+        self._state.refuse_inside()
+
+    def _read_value(self, place: bytes) -> bytes:
+        """Who opens a segment for that waits for the log's lock."""
+        if self._wal.owns_lock():
             raise busy(self._log.directory)
+        return self._values.read(place)
 
     def _refuse_in_handler(self) -> None:
         """The same for what asks an object store, where locks are held in many places."""
@@ -842,6 +849,7 @@ class Core:
         """Remove segments that hold nothing above `seq`, nor above what may be purged. Returns the seq up to
         which entries are gone."""
         require_seq(seq)
+        self._refuse_in_handler()
         seq = min(seq, self.purgeable_seq())
         if self._tier is not None:
             leaving = [each.seq_first for each in self.complete_segments() if each.seq_last <= seq]
@@ -928,6 +936,7 @@ class Core:
         """Verify the log, the pages and the checkpoints, byte for byte. An empty answer means that all are
         sound. Pages that are away are read only with `away`; their references always are."""
         self._require_open()
+        self._refuse_in_handler()
         return self._check(away=away)
 
     def _check(self, *, away: bool) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from lowwater.engine import format
 from lowwater.engine.checksum import crc32
 from lowwater.engine.footer import FooterBuilder, footer_steps
 from lowwater.engine.format import SegmentHeader, SegmentTrailer
+from lowwater.engine.interrupts import is_of_handler
 from lowwater.engine.seams import Files, Readable, ReadDenied, SyncMode, write_all
 from lowwater.errors import (
     AlreadyExists,
@@ -123,30 +124,32 @@ def typed_errors(path: str, doing: str) -> Generator[None, None, None]:
         if error.path is None:
             error.path = path
         raise
-    except FileNotFoundError as error:
-        raise NotFound(f"cannot {doing}: there is nothing there", path=path, hint="check the path") from error
-    except NotADirectoryError as error:
-        raise NotFound(
-            f"cannot {doing}: this is not a directory", path=path, hint="check the path"
-        ) from error
-    except IsADirectoryError as error:
-        what = f"cannot {doing}: there is something else than a file"
-        raise NotLowwater(what, path=error.filename or path) from error
-    except ReadDenied as error:
-        raise NotReadable(f"cannot {doing}: permission denied", path=error.filename or path) from error
-    except FileExistsError as error:
-        raise AlreadyExists(
-            f"cannot {doing}: a file is in the way", path=path, hint="give another path"
-        ) from error
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
-            raise InputError(f"cannot {doing}: {reason.lower()}", path=path, hint="check the path") from error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"cannot {doing}: the disk is full", path=path) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise DirectoryNotWritable(f"cannot {doing}: {reason.lower()}", path=path) from error
-        raise DiskFailed(f"cannot {doing}: {reason.lower()}", path=path) from error
+        if is_of_handler(error):
+            raise  # a TimeoutError is an OSError too
+        raise _typed_error(error, path, doing) from error
+
+
+def _typed_error(error: OSError, path: str, doing: str) -> LowwaterError:
+    if isinstance(error, FileNotFoundError):
+        return NotFound(f"cannot {doing}: there is nothing there", path=path, hint="check the path")
+    if isinstance(error, NotADirectoryError):
+        return NotFound(f"cannot {doing}: this is not a directory", path=path, hint="check the path")
+    if isinstance(error, IsADirectoryError):
+        what = f"cannot {doing}: there is something else than a file"
+        return NotLowwater(what, path=error.filename or path)
+    if isinstance(error, ReadDenied):
+        return NotReadable(f"cannot {doing}: permission denied", path=error.filename or path)
+    if isinstance(error, FileExistsError):
+        return AlreadyExists(f"cannot {doing}: a file is in the way", path=path, hint="give another path")
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+        return InputError(f"cannot {doing}: {reason.lower()}", path=path, hint="check the path")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"cannot {doing}: the disk is full", path=path)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return DirectoryNotWritable(f"cannot {doing}: {reason.lower()}", path=path)
+    return DiskFailed(f"cannot {doing}: {reason.lower()}", path=path)
 
 
 def local_path(given: object) -> str:

@@ -15,6 +15,7 @@ from lowwater.engine import format
 from lowwater.engine.before_images import BeforeImage, decode_image
 from lowwater.engine.checksum import crc32
 from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Flag, Kind, ValueRef
+from lowwater.engine.interrupts import is_of_handler
 from lowwater.engine.request_id import RequestId
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
 
@@ -417,6 +418,8 @@ def decode_body(entry: Entry) -> dict[str, Any]:
     try:
         body = cbor2.loads(entry.value) if entry.value else {}
     except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
+        if is_of_handler(error):
+            raise
         raise Corrupt(f"the body of a {entry.kind} entry is not CBOR", seq=entry.seq) from error
     if not isinstance(body, dict):
         raise Corrupt(f"the body of a {entry.kind} entry is not a map", seq=entry.seq)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import cbor2
 
 from lowwater.engine.checksum import crc32
+from lowwater.engine.interrupts import is_of_handler
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion, NotLowwater
 
 VERSION_MAJOR = 1
@@ -238,6 +239,8 @@ def decode_metadata(data: bytes) -> dict[str, str]:
     try:
         metadata = cbor2.loads(data)
     except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
+        if is_of_handler(error):
+            raise
         raise Corrupt("metadata is not CBOR") from error
     if not isinstance(metadata, dict):
         raise Corrupt("metadata is not a map")

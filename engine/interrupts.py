@@ -7,7 +7,8 @@ Always true:
     else: statements without a call between them are not interrupted either;
   - an interrupt is no failure: nothing is known to be wrong, and whoever is interrupted mends what it has
     left, or leaves it such that the next one can go on with it;
-  - on the way where nothing is raised, none of this costs anything.
+  - where nothing is raised, all that it costs is a look at who has a lock, and a thread for what is done once
+    in a while.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Container
 from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
-from lowwater.errors import Busy
+from lowwater.errors import Busy, LowwaterError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,26 +52,26 @@ def to_the_end(step: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> 
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether this was raised into the code from outside, and no failure of this package's was under way."""
-    if isinstance(error, Exception) and not _is_of_handler(error):
+    if isinstance(error, Exception) and not is_of_handler(error):
         return False
     seen = {id(error)}
     context = error.__context__
     while context is not None and id(context) not in seen:
         seen.add(id(context))
-        if isinstance(context, Exception) and _was_caught_here(context) and not _is_of_handler(context):
+        if isinstance(context, Exception) and _was_caught_here(context) and not is_of_handler(context):
             return isinstance(context, OSError) and context.errno in _HARMLESS
         context = context.__context__
     return True
 
 
-def _is_of_handler(error: BaseException) -> bool:
-    """Whether a signal handler has raised it."""
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal handler has raised it, or what this package has made this error of."""
     traceback = error.__traceback__
     while traceback is not None:
         if _is_handler(traceback.tb_frame):
             return True
         traceback = traceback.tb_next
-    return False
+    return isinstance(error, LowwaterError) and error.__cause__ is not None and is_of_handler(error.__cause__)
 
 
 def _is_handler(frame: FrameType) -> bool:

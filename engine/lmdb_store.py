@@ -105,6 +105,7 @@ class Gate:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lock = threading.RLock()  # a signal handler may read too
+        self.owns_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._condition = Condition(self._lock)
         self._inside: set[object] = set()
         self._waiting = 0
@@ -161,6 +162,7 @@ class LmdbPages:
         self.read_only = read_only
         self._map_bytes_max = map_bytes_max
         self._gate = Gate(path)
+        self.owns_lock = self._gate.owns_lock
         # Held by who writes or replaces the map; taken before the gate is shut.
         self._writing = threading.Lock()
         self._failure: LogPoisoned | None = None

@@ -85,6 +85,7 @@ class MemoryPages:
         self._disk: Disk = SoundDisk() if disk is None else disk
         self._life = self._disk.life
         self._mutex = threading.RLock()  # a signal handler may call too
+        self.owns_lock: Callable[[], bool] = self._mutex._is_owned  # type: ignore[attr-defined]
         self._pages: dict[bytes, bytes] = {}
         self._meta: dict[bytes, bytes] = {}
         self._keys: list[bytes] | None = []

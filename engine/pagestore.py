@@ -67,6 +67,9 @@ class PageStore(Protocol):
     on_full: Callable[[], object]
     """Called where the disk has no room for a transaction, which is tried once more then."""
 
+    owns_lock: Callable[[], bool]
+    """Whether this thread is inside a call, with a lock that others may wait for: a signal handler asks."""
+
     has_sums: bool
     """Whether the keys of its pages were compared with those that were written, when it was opened."""
 

@@ -272,6 +272,7 @@ def read_chunks(
     after it."""
     wal.refuse_forked()
     while seq_stop is None or seq < seq_stop:
+        wal.refuse_inside()
         with wal.lock:
             chunk = wal.ring.after(seq)
             view = None if chunk is not None else _view_after(wal, seq)

@@ -268,6 +268,7 @@ class Reading(Core):
         """The seq of the last entry that is not after a time. Raises VersionGone where none is."""
         self._require_open()
         time_us = time_us_of(moment)
+        self._refuse_inside()
         with self._state.lock:
             if self._wal.chain.time_us <= time_us:
                 return self._state.applied
@@ -409,6 +410,7 @@ class Reading(Core):
     def snapshots(self) -> dict[str, Snapshot]:
         """The snapshots by name: what each is of, and when it ends."""
         self._require_open()
+        self._refuse_inside()
         state = self._state
         with state.lock:
             ends = state.keeping.expires_us

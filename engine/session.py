@@ -192,6 +192,7 @@ class Session:
         """What is kept of requests that were seen: the seq of each, by its number. Of what is in neither this
         nor acknowledged, nothing has happened."""
         database = self._database
+        database._refuse_inside()
         with database._state.lock:
             stored = self._stored()
             found = ((number, stored.result(number)) for number in stored.numbers())
@@ -225,8 +226,11 @@ class Session:
         return write_request(self._database, entry, None, f"session {self.id}")
 
     def _stored(self) -> StoredSession:
-        with self._database._state.lock:
-            stored = self._database._state.sessions.sessions.get(self.id)
+        state = self._database._state
+        if not state.owns_lock():
+            state.refuse_inside()
+        with state.lock:
+            stored = state.sessions.sessions.get(self.id)
         if stored is None:
             raise error_of(Refusal.NO_SESSION, f"session {self.id!r:.80}")
         return stored

@@ -37,6 +37,7 @@ from lowwater.engine.due import DUE_MAX, Due
 from lowwater.engine.entries import decode_body, decode_payload
 from lowwater.engine.fast import Begun, Superseded, put_changes
 from lowwater.engine.format import Flag, Kind
+from lowwater.engine.interrupts import busy
 from lowwater.engine.keeping import Keeping, Pin, Pins, add_pin
 from lowwater.engine.meta import Meta
 from lowwater.engine.pages import (
@@ -151,6 +152,13 @@ class State:
         self._putting: tuple[Superseded, Begun] | None = None
         self._mends = False
         self.clean = CleanPages()
+        # What this thread may have locked, and who has the state's lock may want.
+        self.own_locks: tuple[Callable[[], bool], ...] = (
+            self.owns_lock,
+            self.clean.owns_lock,
+            self.away.owns_lock,
+            store.owns_lock,
+        )
         self.keeps_clean = True  # until it is closing, when nobody will read them
         self.limit_clean()
         self._ready_new: dict[bytes, Object] = {}
@@ -559,6 +567,12 @@ class State:
         if self._ready_old.get(key) is found:
             self._add_ready(key, found)
 
+    def refuse_inside(self) -> None:
+        """Raise Busy to a signal handler that has interrupted its own thread where that has a lock."""
+        for owns_lock in self.own_locks:
+            if owns_lock():
+                raise busy(self.store.path)
+
     def _unless_locked(self, step: Callable[..., None], *args: Any) -> None:
         """With the lock, do what can as well be done another time: nobody waits for a writer that has it."""
         if self.owns_lock():
@@ -593,6 +607,8 @@ class State:
                 if seq > self.applied and seq != waited_for:
                     # Of a group that is being applied: who has seen one of its changes sees all from then on.
                     waited_for = seq
+                    if not self.owns_lock():
+                        self.refuse_inside()
                     with self.lock:
                         continue
                 if is_deletion(record):
@@ -637,6 +653,8 @@ class State:
     ) -> tuple[Object | None, int]:
         """The same where a transaction was the last to write. Nothing is kept ready: its end would not take
         that out again."""
+        if not self.owns_lock():
+            self.refuse_inside()
         with self.lock:
             records, page, row, view = self._versions(key)
             each = next(seen(records, page, row, view or {}), None)

@@ -59,11 +59,12 @@ class AppendFuture(Future[int]):
 
     def result(self, timeout: float | None = None) -> int:
         if self._state != FINISHED and timeout is None:
+            sleeper = threading.Lock()
+            sleeper.acquire()
             with _resolving:
+                # No call in here: a signal handler would come with the lock taken, and may want it.
                 asleep = self._state != FINISHED
                 if asleep:
-                    sleeper = threading.Lock()
-                    sleeper.acquire()
                     self._sleepers = (*self._sleepers, sleeper)
             if asleep:
                 sleeper.acquire()

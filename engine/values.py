@@ -100,6 +100,7 @@ class ValueReader:
         self._open: OrderedDict[int, OpenedSegment] = OrderedDict()
         self._blocks: dict[int, VerifiedBlocks] = {}  # of the open ones that parts were read of
         self._lock = threading.RLock()  # a signal handler may call too
+        self.owns_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
 
     @contextmanager
     def _reading(self) -> Generator[None, None, None]:

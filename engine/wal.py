@@ -150,7 +150,7 @@ class Wal:
         self._registry: CollectorRegistry | None = None
         # It knows its thread: a signal handler comes in the middle of anything, and must not wait for that.
         self.lock = threading.RLock()
-        self._owns_lock: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self.owns_lock: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self._room = Condition(self.lock)
         self._room_sleepers = 0
         self.durable_changed = Condition(self.lock)
@@ -252,7 +252,7 @@ class Wal:
 
     def append(self, build: Build, *, timeout_s: float | None = None, urgent: bool = False) -> int:
         """Append, and return the last seq once it is durable. What is `urgent` does not wait for others."""
-        if self._forked or self._leading or self._owns_lock():
+        if self._forked or self._leading or self.owns_lock():
             self.refuse_forked()
             self.refuse_reentry(1)
         ticket = Ticket(self.clock.monotonic())
@@ -395,7 +395,7 @@ class Wal:
         """Append, and return a future of the last seq that resolves once it is durable. Blocks only while
         the queue is full."""
         self.refuse_forked()
-        self._refuse_inside()
+        self.refuse_inside()
         ticket = Ticket(self.clock.monotonic())
         future = ticket.future = AppendFuture()
         try:
@@ -412,7 +412,7 @@ class Wal:
     async def append_async(self, build: Build) -> int:
         """`append` for coroutines: one wake-up of the event loop for all that one sync made durable."""
         self.refuse_forked()
-        self._refuse_inside()
+        self.refuse_inside()
         loop = asyncio.get_running_loop()
         ticket = Ticket(self.clock.monotonic())
         ticket.loop = loop
@@ -443,7 +443,7 @@ class Wal:
         """Append, and return the pieces at once (`ack="memory"`): they are durable after the next sync.
         `made` is as for `order`."""
         self.refuse_forked()
-        self._refuse_inside()
+        self.refuse_inside()
         try:
             with self.lock:
                 pieces = self._enqueue(build, None, timeout_s, made=made)
@@ -485,12 +485,12 @@ class Wal:
     def refuse_reentry(self, calls: int = 0) -> None:
         """Raise Busy where a signal handler calls, and its thread has the lock, or leads or stands in line:
         the handler would wait for what goes on when it has returned. `calls` of this thread need not."""
-        if self._owns_lock() or (self._leading and self._is_reentry(calls)):
+        if self.owns_lock() or (self._leading and self._is_reentry(calls)):
             raise busy(self.directory)
 
-    def _refuse_inside(self) -> None:
+    def refuse_inside(self) -> None:
         """The same for a call that waits for no write."""
-        if self._owns_lock():
+        if self.owns_lock():
             raise busy(self.directory)
 
     def _is_reentry(self, calls: int) -> bool:
@@ -643,7 +643,7 @@ class Wal:
                     to_the_end(self._abandon, lead)
                     raise
                 finally:
-                    while not self._owns_lock():
+                    while not self.owns_lock():
                         to_the_end(self.lock.acquire)
                 continue
             remaining_s = None if deadline_s is None else deadline_s - self.clock.monotonic()

@@ -415,10 +415,77 @@ def test_a_call_of_a_handler_works_or_raises_at_once(tmp_path: Path, name: str, 
 
     with opened(tmp_path / "db") as db:
         for at in places(lambda: WRITES[name](db, b"walked"), 12, seed=3):
-            with handling(handler):
+            # It may put something between the scan's moment and the scan.
+            with handling(handler), suppress(VersionGone):
                 walk.run(lambda: WRITES[name](db, b"%d" % at), at)  # noqa: B023
             assert db.get("b", "k").value == b"%d" % at
         assert len(outcomes) == 12
+        assert list(db.check()) == []
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Whoever waits for longer is told, where the test would never end."""
+
+    def handler(*_: object) -> None:
+        raise AssertionError(f"nothing has happened for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("file", ["engine/values.py", "engine/lmdb_store.py", "engine/cleanpages.py"])
+@pytest.mark.parametrize("call", ["put", "scan"])
+def test_a_call_of_a_handler_waits_for_nobody_who_waits_for_its_thread(
+    tmp_path: Path, file: str, call: str
+) -> None:
+    """Another thread may have the state's lock, and want one that the interrupted read has."""
+    walk = Walk(file)
+    calls: dict[str, Callable[[], object]] = {
+        "put": lambda: db.put("b", "of the handler", b"v"),
+        "scan": lambda: list(db.scan("b", "other")),
+    }
+    others: list[threading.Thread] = []
+    called: list[bool] = []
+
+    def write() -> None:
+        """It reads with the state's lock: what it is to copy, and what was there, for before-images."""
+        db.copy("b", "large", "b", "copy")
+        db.put("b", f"far {len(others) % 1000}", b"v")
+
+    def handler(*_: object) -> None:
+        other = threading.Thread(target=write)
+        other.start()
+        others.append(other)
+        other.join(0.05)
+        with suppress(Busy):
+            calls[call]()
+        called.append(True)
+
+    def read() -> None:
+        db._state.clean.limit(0)
+        db._state.limit_clean()
+        db._values.forget_before(db.marks().applied)
+        db.get("b", "large")
+        list(db.scan("b", "gone"))
+
+    with lowwater.open(tmp_path / "db", config={"wal": {**CONFIG["wal"], "before_images": True}}) as db:
+        db.create_bucket("b")
+        db.put_many("b", [("large", bytes(9000)), ("gone", b"0"), ("other", b"0")])
+        db.put_many("b", [(f"far {number}", b"0") for number in range(1000)])
+        db.flush()
+        for at in places(read, 25, 12, file):
+            with handling(handler), at_most(20):
+                walk.run(read, at)
+            for each in others:
+                each.join(20)
+                assert not each.is_alive()
+        assert called
         assert list(db.check()) == []
 
 
@@ -436,6 +503,35 @@ def test_a_handler_may_raise_what_it_was_refused_with(tmp_path: Path, name: str)
             with handling(handler), pytest.raises((Busy, TimeoutError)):
                 walk.run(lambda: WRITES[name](db, b"%d" % at), at)  # noqa: B023
             db.put("b", "after", b"%d" % at)
+        assert list(db.check()) == []
+
+
+OF_THE_SYSTEM: dict[str, tuple[str, Call]] = {
+    "checkpoint": ("engine/core.py", lambda db, value: (db.put("b", "k", value), db.checkpoint())),
+    "session": ("engine/entries.py", lambda db, value: db.session(ttl=60).close()),
+    "metadata": (
+        "engine/format.py",
+        lambda db, value: (db.put("b", "k", value, {"a": "b"}), [*db.scan("b")]),
+    ),
+    "log": ("engine/real.py", lambda db, value: list(db.log(1))),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_SYSTEM)
+def test_what_a_handler_raises_is_taken_for_nothing_else(tmp_path: Path, name: str) -> None:
+    """A TimeoutError is an OSError: it is neither a disk that fails, nor what damaged bytes lead to."""
+    file, call = OF_THE_SYSTEM[name]
+    walk = Walk(file)
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("too late")
+
+    with lowwater.open(tmp_path / "db", config={"wal": {**CONFIG["wal"], "cache_bytes_max": 1}}) as db:
+        db.create_bucket("b")
+        for at in places(lambda: call(db, b"walked"), 60, 13, file):
+            with handling(handler), suppress(TimeoutError):
+                walk.run(lambda: call(db, b"%d" % at), at)  # noqa: B023
+            db.put("b", "after", b"v")
         assert list(db.check()) == []
 
 
@@ -457,6 +553,24 @@ def test_a_handler_may_close(tmp_path: Path, name: str) -> None:
         with lowwater.open(tmp_path / "db", config=CONFIG) as db:
             assert db.get("b", "k").value == b"%d" % at or not wrote
             assert list(db.check()) == []
+
+
+def test_a_handler_may_wait_for_a_future_where_one_is_waited_for() -> None:
+    """All futures have one lock."""
+    walk = Walk("engine/tickets.py")
+    entry = Put("b", "k", b"v")
+    seqs: list[int] = []
+
+    def handler(*_: object) -> None:
+        with suppress(Busy):
+            seqs.append(log.submit(entry).result())
+
+    with Log.open(None) as log:
+        for at in range(1, 13):
+            future = log.submit(entry)
+            with handling(handler), at_most(20):
+                walk.run(future.result, at)
+    assert seqs
 
 
 def test_an_interrupted_close_is_to_the_end(tmp_path: Path) -> None:
