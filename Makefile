@@ -50,7 +50,7 @@ test: .venv/dev ## every part of it, with Spark and an S3 server, and without Do
 test-long: .venv/dev ## the rest: kills, lost power, long models, memory, crashes in full, Spark Connect, the engine not compiled (20 minutes)
 	@echo "test-long: kills, long models, memory and crashes in full, one line a test; then Docker, where it runs"
 	@$(PYTEST) $(FEW) -vv -m "$(LONG)"
-	@if $(BIN)/python -c 'import sys; from lowwater.engine.fast import IS_COMPILED; sys.exit(not IS_COMPILED)'; then \
+	@if $(BIN)/python -c 'import sys; from lowwater.engine.format.fast import IS_COMPILED; sys.exit(not IS_COMPILED)'; then \
 		echo "test-long: the engine's fast tests once more, without what is compiled"; \
 		PURE_PYTHON=1 $(PYTEST) $(MANY) -m "$(FAST)" tests/engine || exit 1; \
 		echo "test-long passed: kills, long models, memory and crashes in full hold, and the engine without its loops."; \
@@ -93,10 +93,10 @@ format: .venv/dev ## write the formatting, and what lint can correct
 	@$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
 
 clean: ## remove .venv and all that was built or cached
-	@rm -rf .venv build dist engine/*.so src/*.egg-info .hypothesis .*_cache
+	@rm -rf .venv build dist engine/format/*.so src/*.egg-info .hypothesis .*_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-LOOPS := $(wildcard engine/_fast*.[ch])
+LOOPS := $(wildcard engine/format/_fast*.[ch])
 
 .venv/demo: pyproject.toml setup.py $(LOOPS) .ci/install.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \

@@ -33,15 +33,15 @@ setup(
     ext_modules=[
         # Where there is no compiler, or no headers of Python, it is left out.
         Extension(
-            "lowwater.engine._fast",
+            "lowwater.engine.format._fast",
             [
-                "engine/_fast.c",
-                "engine/_fast_frames.c",
-                "engine/_fast_hashes.c",
-                "engine/_fast_lmdb.c",
-                "engine/_fast_merging.c",
+                "engine/format/_fast.c",
+                "engine/format/_fast_frames.c",
+                "engine/format/_fast_hashes.c",
+                "engine/format/_fast_lmdb.c",
+                "engine/format/_fast_merging.c",
             ],
-            depends=["engine/_fast.h"],
+            depends=["engine/format/_fast.h"],
             # What is shared by these files is nobody else's.
             extra_compile_args=["-O3", "-fvisibility=hidden"],
             optional=True,

@@ -22,7 +22,7 @@ LARGE = {
 }
 # The package is there for interpreters that start after it was installed.
 READY = """
-from lowwater.engine.fast import IS_COMPILED
+from lowwater.engine.format.fast import IS_COMPILED
 slow = "not compiled: there is no C compiler here, or no headers of Python, so writes are slower"
 print(".venv: ready,", "compiled" if IS_COMPILED else slow)
 """

@@ -33,7 +33,7 @@ def missing() -> str:
 
 def how_it_runs() -> str:
     """Whether the innermost loops are compiled here."""
-    compiled: bool = import_module("lowwater.engine.fast").IS_COMPILED
+    compiled: bool = import_module("lowwater.engine.format.fast").IS_COMPILED
     return "Lowwater's innermost loops are compiled" if compiled else "Lowwater's innermost loops are Python"
 
 

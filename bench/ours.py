@@ -27,8 +27,8 @@ class Driver:
     """A log in a directory, and the calls that the benchmarks make of it."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        from lowwater.engine.entries import Put, encode_put
-        from lowwater.engine.log import Log, LogOptions
+        from lowwater.engine.format.entries import Put, encode_put
+        from lowwater.engine.log.log import Log, LogOptions
 
         self._put = Put
         self._encode_put = encode_put
@@ -73,8 +73,8 @@ def sealed_segments(directory: Path) -> list[Path]:
 
 def read_columns(segment: Path) -> int:
     """Decode and verify a whole sealed segment into columns. Returns how many entries it has."""
-    from lowwater.engine import columns
-    from lowwater.engine.real import RealFiles
+    from lowwater.engine.log import columns
+    from lowwater.engine.seams.real import RealFiles
 
     file = RealFiles().open(os.fspath(segment))
     try:

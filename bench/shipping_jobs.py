@@ -282,9 +282,9 @@ class _Counting:
 def read_cold(job: Job, measured: Callable[[Any, _Counting, int], Result], *, compression: str) -> Result:
     """One segment of 10,000 entries of 10 KiB, which is in the store only, in a process that knows nothing
     of it yet."""
-    from lowwater.engine.log import LogOptions
+    from lowwater.engine.log.log import LogOptions
     from lowwater.tiering.open_store import open_store
-    from lowwater.tiering.opening import open_tiered
+    from lowwater.tiering.tiered_opening import open_tiered
 
     source = random.Random(payloads.SEED)
     with server(job) as (scratch, started):

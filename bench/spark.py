@@ -33,7 +33,7 @@ import lowwater
 import lowwater.spark
 from bench import machine, report, run
 from bench.payloads import BUCKET, KEY_BYTES, VALUE_BYTES
-from lowwater.spark.columns import MAIN_COLUMNS
+from lowwater.spark.entry_columns import MAIN_COLUMNS
 
 BATCH = 10_000
 WARM_ROUNDS = 3

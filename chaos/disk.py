@@ -27,8 +27,8 @@ from blake3 import blake3
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.survival import Change, Survival, apply_change, lose_power, surviving_names
-from lowwater.engine.memory import ROOM_BYTES
-from lowwater.engine.seams import SyncMode, write_all
+from lowwater.engine.seams.memory import ROOM_BYTES
+from lowwater.engine.seams.seams import SyncMode, write_all
 
 MutatingKind = Literal[
     "create",

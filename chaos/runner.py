@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lowwater.chaos.clock import VirtualClock
-from lowwater.engine.seams import Step
+from lowwater.engine.seams.seams import Step
 
 T = TypeVar("T")
 

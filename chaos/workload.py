@@ -19,10 +19,10 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine.chain import create_entry, seal_entry, settings_entry
-from lowwater.engine.entries import Delete, Entry, Put, Writable, decode_payload
-from lowwater.engine.format import Extras
-from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.format.entries import Delete, Entry, Put, Writable, decode_payload
+from lowwater.engine.format.format import Extras
+from lowwater.engine.log.chain import create_entry, seal_entry, settings_entry
+from lowwater.engine.log.log import Log, LogOptions, Seams
 
 DIRECTORY = "log"
 CLUSTER_ID = bytes(range(16))

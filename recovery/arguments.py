@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lowwater.engine.log import Seams
-from lowwater.engine.real import RealFiles
+from lowwater.engine.log.log import Seams
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import InvalidConfig
 from lowwater.tiering.lineage import Lineage, parents_opener
 from lowwater.tiering.open_store import open_store

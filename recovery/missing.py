@@ -11,10 +11,10 @@ import shlex
 from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import urlencode
 
-from lowwater.engine.opening import Settings
-from lowwater.engine.origin import RESTORING, Origin, read_origin
-from lowwater.engine.real import RealFiles
-from lowwater.engine.recover import has_begun
+from lowwater.engine.database.opening import Settings
+from lowwater.engine.database.origin import RESTORING, Origin, read_origin
+from lowwater.engine.log.recover import has_begun
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import AlreadyExists, DatabaseMissing, InvalidConfig
 from lowwater.logging import get_logger
 from lowwater.recovery.arguments import ConfigSource, place_options

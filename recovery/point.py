@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowwater.engine import format
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
-from lowwater.engine.chain import Creation
-from lowwater.engine.entries import decode_payload
+from lowwater.engine.format import format
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.format.entries import decode_payload
+from lowwater.engine.log.chain import Creation
+from lowwater.engine.state.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
 from lowwater.errors import DataError, NotFound
 from lowwater.logging import get_logger
 from lowwater.tiering import shipped_log

@@ -21,22 +21,22 @@ import os
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.check import require_log
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import PAGES_DIRECTORY, configured, is_unused
-from lowwater.engine.origin import read_origin, require_restored
-from lowwater.engine.seams import Files
-from lowwater.engine.swap import drop, finish_swap, set_aside
-from lowwater.engine.wal import lock_directory
+from lowwater.engine.database.opening import PAGES_DIRECTORY, configured, is_unused
+from lowwater.engine.database.origin import read_origin, require_restored
+from lowwater.engine.log.check import require_log
+from lowwater.engine.log.directory import typed_errors
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.wal import lock_directory
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.seams.seams import Files
+from lowwater.engine.seams.swap import drop, finish_swap, set_aside
+from lowwater.engine.state.catalogue import Catalogue
 from lowwater.errors import ArchivedOnly, Corrupt
-from lowwater.recovery import segments
+from lowwater.recovery import segment_files as segments
 from lowwater.recovery.arguments import ConfigSource, real_seams, store_of
-from lowwater.recovery.opening import with_origin
 from lowwater.recovery.point import Point, Reached, point_of, reach
-from lowwater.recovery.references import install_checkpoint
+from lowwater.recovery.reference_pages import install_checkpoint
+from lowwater.recovery.restored_opening import with_origin
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.store import Store

@@ -17,26 +17,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowwater.engine import format
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.chain import CLUSTER_ID_BYTES
-from lowwater.engine.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.log import Seams
-from lowwater.engine.meta import META_KEY
-from lowwater.engine.opening import PAGES_DIRECTORY
-from lowwater.engine.origin import ORIGIN, RESTORING, TEMPORARY, Origin, read_origin, write_origin
-from lowwater.engine.pagestore import PageStore
-from lowwater.engine.references import REFERENCE_BYTES
-from lowwater.engine.seams import File, Files
-from lowwater.engine.wal import lock_directory
+from lowwater.engine.database.opening import PAGES_DIRECTORY
+from lowwater.engine.database.origin import ORIGIN, RESTORING, TEMPORARY, Origin, read_origin, write_origin
+from lowwater.engine.format import format
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.format.references import REFERENCE_BYTES
+from lowwater.engine.log.chain import CLUSTER_ID_BYTES
+from lowwater.engine.log.directory import LOCK, LOG_DIRECTORY, local_path, typed_errors
+from lowwater.engine.log.log import Seams
+from lowwater.engine.log.wal import lock_directory
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.pages.pagestore import PageStore
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.seams.seams import File, Files
+from lowwater.engine.state.catalogue import SegmentDescriptor
+from lowwater.engine.state.meta import META_KEY
 from lowwater.errors import AlreadyExists, Corrupt, DirectoryLocked
 from lowwater.logging import get_logger
-from lowwater.recovery import segments
+from lowwater.recovery import segment_files as segments
 from lowwater.recovery.arguments import ConfigSource, real_seams, store_of
-from lowwater.recovery.opening import append_fork, open_log, open_to_read
 from lowwater.recovery.point import (
     Point,
     Reached,
@@ -46,7 +45,8 @@ from lowwater.recovery.point import (
     reach,
     seq_of,
 )
-from lowwater.recovery.references import install_checkpoint
+from lowwater.recovery.reference_pages import install_checkpoint
+from lowwater.recovery.restored_opening import append_fork, open_log, open_to_read
 from lowwater.recovery.warming import Warming
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.checksums import Checksum, Hashing

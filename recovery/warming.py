@@ -11,7 +11,7 @@ from itertools import islice
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from lowwater.engine.leaving import Leaving
+from lowwater.engine.checkpoint.leaving import Leaving
 from lowwater.errors import Closed, LowwaterError
 from lowwater.logging import get_logger
 

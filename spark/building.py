@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import pyarrow as pa
 
-from lowwater.engine.blocks import HASH_BYTES, NO_HASH, encode_list, hash_of, root_of
-from lowwater.engine.catalogue import CheckpointDescriptor, describe_checkpoint
-from lowwater.engine.chain import Creation
-from lowwater.engine.checkpoints import StoredCheckpoint
-from lowwater.engine.ckpt import Checkpoint, ListEntry, encode_checkpoint, pack_header
-from lowwater.engine.content import list_boundaries, lists_of
-from lowwater.engine.entries import decode_payload
-from lowwater.engine.format import FRAME_BYTES, Kind
-from lowwater.engine.moments import require_seq
-from lowwater.engine.packing import Described, Packed, Packing
-from lowwater.engine.pages import Boundaries
-from lowwater.engine.real import RealClock
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
+from lowwater.engine.checkpoint.content import list_boundaries, lists_of
+from lowwater.engine.checkpoint.packing import Described, Packed, Packing
+from lowwater.engine.format.blocks import HASH_BYTES, NO_HASH, encode_list, hash_of, root_of
+from lowwater.engine.format.ckpt import Checkpoint, ListEntry, encode_checkpoint, pack_header
+from lowwater.engine.format.entries import decode_payload
+from lowwater.engine.format.format import FRAME_BYTES, Kind
+from lowwater.engine.format.moments import require_seq
+from lowwater.engine.format.pages import Boundaries
+from lowwater.engine.log.chain import Creation
+from lowwater.engine.seams.real import RealClock
+from lowwater.engine.state.catalogue import CheckpointDescriptor, describe_checkpoint
 from lowwater.errors import Corrupt, InvalidEntry, StoreCorrupt
-from lowwater.spark.archive import Archive, Base, Readers, StoreOptions, Wanted
-from lowwater.spark.columns import as_arrow, schema_of
 from lowwater.spark.control import due_at
 from lowwater.spark.cutting import BLOCK_TYPES, cut_fragments, cut_part, described_in
+from lowwater.spark.entry_columns import as_arrow, schema_of
 from lowwater.spark.jobs import Progress, errors_of_tasks
+from lowwater.spark.pinned_archive import Archive, Base, Readers, StoreOptions, Wanted
 from lowwater.spark.plan import PART_BYTES, Pinned, Place, Verify, creation_of, open_own, open_place, seq_of
 from lowwater.spark.reading import CONTENT_COLUMNS, CONTENT_TYPES, checkpoint_content, newest_content
 from lowwater.spark.tasks import cores_of, map_batches

@@ -1,7 +1,7 @@
 """The control part of a checkpoint, from an archive: the engine's state, given the few entries that matter.
 
 Always true:
-  - what the entries make is decided by `engine/state.py` and `engine/sessions.py`, and by nobody else;
+  - what the entries make is decided by `engine/state/` (`state.py`, `sessions.py`), and by nobody else;
   - entries that make no difference to it never leave their task: of data only what concerns transactions
     that are open at the checkpoint, without values, and of requests those that their sessions remember;
   - the catalogue is that of the archive's manifest, as of the checkpoint's seq.
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from lowwater.engine import format
-from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.chain import Creation
-from lowwater.engine.due import Due
-from lowwater.engine.format import Kind
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.pages import Boundaries
-from lowwater.engine.request_id import NUMBER_MAX, request_of_word
-from lowwater.engine.sessions import SESSION_KINDS, rows_of_control
-from lowwater.engine.state import State
-from lowwater.engine.transaction_table import Row
-from lowwater.spark.archive import Archive, Base
-from lowwater.spark.columns import arrow_schema, as_arrow, schema_of
+from lowwater.engine.format import format
+from lowwater.engine.format.format import Kind
+from lowwater.engine.format.pages import Boundaries
+from lowwater.engine.format.request_id import NUMBER_MAX, request_of_word
+from lowwater.engine.log.chain import Creation
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.state.catalogue import Catalogue
+from lowwater.engine.state.due import Due
+from lowwater.engine.state.sessions import SESSION_KINDS, rows_of_control
+from lowwater.engine.state.state import State
+from lowwater.engine.state.transaction_table import Row
+from lowwater.spark.entry_columns import arrow_schema, as_arrow, schema_of
+from lowwater.spark.pinned_archive import Archive, Base
 from lowwater.spark.plan import Part, Selection
 from lowwater.spark.reading import seq_first_of
 from lowwater.spark.replay import END_COLUMNS, ROLLED_BACK, ends_of, needed, numbers, one_batch, there

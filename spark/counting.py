@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.format import Kind
+from lowwater.engine.format.format import Kind
+from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.spark.jobs import Progress, grouped, run_job
 from lowwater.spark.plan import Place, pin
 from lowwater.spark.segments import fetcher_of

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from lowwater.engine.blocks import (
+from lowwater.engine.checkpoint.packing import Described
+from lowwater.engine.format.blocks import (
     NO_HASH,
     Listed,
     Place,
@@ -27,9 +28,8 @@ from lowwater.engine.blocks import (
     encode_rows,
     hash_of,
 )
-from lowwater.engine.packing import Described
-from lowwater.engine.pages import PAGE_KEY_BYTES, REFERENCE, Boundaries, page_key
-from lowwater.spark.columns import as_arrow
+from lowwater.engine.format.pages import PAGE_KEY_BYTES, REFERENCE, Boundaries, page_key
+from lowwater.spark.entry_columns import as_arrow
 
 BLOCK_TYPES = {
     "is_block": "boolean",

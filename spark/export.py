@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import pyarrow as pa
 
-from lowwater.engine.real import RealRandomness
+from lowwater.engine.seams.real import RealRandomness
 from lowwater.errors import Corrupt, InvalidConfig, LogDivergence, OtherCluster, VersionGone
-from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS, arrow_schema, schema_of
+from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS, arrow_schema, schema_of
 from lowwater.spark.exported import Plan, Run, Target, note_done, runs_in, stem
 from lowwater.spark.frames import (
     CHANGES_TYPES,

@@ -23,7 +23,7 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from lowwater.engine.moments import time_us_of
+from lowwater.engine.format.moments import time_us_of
 from lowwater.spark.plan import Selection
 
 _NEVER_NULL = {"seq", "kind", "bucket", "key", "time", "origin"}

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from lowwater.engine.moments import time_us_of
+from lowwater.engine.format.moments import time_us_of
 from lowwater.errors import LogDivergence, OtherCluster, VersionGone
 from lowwater.spark.options import Options
 from lowwater.spark.plan import Part, Pinned, parts, pin

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lowwater.spark.archive import Archive, StoreOptions, Wanted
-from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS, schema_of
+from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS, schema_of
+from lowwater.spark.pinned_archive import Archive, StoreOptions, Wanted
 from lowwater.spark.plan import (
     PART_BYTES,
     PASSING_BYTES,

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lowwater.engine import format
-from lowwater.engine.vectors import crc32_many, slices
+from lowwater.engine.format import format
+from lowwater.engine.log.vectors import crc32_many, slices
 from lowwater.errors import Corrupt
 
 # Fewer are decoded one by one.

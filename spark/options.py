@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, get_args
 
-from lowwater.engine import format
-from lowwater.engine.moments import time_us_of
+from lowwater.engine.format import format
+from lowwater.engine.format.moments import time_us_of
 from lowwater.errors import InvalidConfig, VersionGone
 from lowwater.spark.plan import (
     PASSING_BYTES,

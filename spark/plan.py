@@ -17,17 +17,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from lowwater.engine import format
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import (
-    Catalogue,
-    CheckpointDescriptor,
-    Fork,
-    SegmentDescriptor,
-    describe_segment,
-)
-from lowwater.engine.chain import Creation
-from lowwater.engine.directory import (
+from lowwater.engine.format import format
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.log.chain import Creation
+from lowwater.engine.log.directory import (
     LOG_DIRECTORY,
     Segment,
     check_link,
@@ -36,8 +29,15 @@ from lowwater.engine.directory import (
     sealed_segment,
     typed_errors,
 )
-from lowwater.engine.directory import segment_name as local_name
-from lowwater.engine.real import RealClock, RealFiles
+from lowwater.engine.log.directory import segment_name as local_name
+from lowwater.engine.seams.real import RealClock, RealFiles
+from lowwater.engine.state.catalogue import (
+    Catalogue,
+    CheckpointDescriptor,
+    Fork,
+    SegmentDescriptor,
+    describe_segment,
+)
 from lowwater.errors import Corrupt, InvalidConfig, InvalidEntry, LimitExceeded, NotFound
 from lowwater.tiering import shipped_log
 from lowwater.tiering.archive import open_archive

@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
 
-from lowwater.engine.blocks import LARGE, Place, Rows
-from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor
-from lowwater.engine.entries import decode_payload
-from lowwater.engine.format import FRAME_BYTES
-from lowwater.engine.pages import BUCKET, REFERENCE, decode_key, encode_key
+from lowwater.engine.format.blocks import LARGE, Place, Rows
+from lowwater.engine.format.entries import decode_payload
+from lowwater.engine.format.format import FRAME_BYTES
+from lowwater.engine.format.pages import BUCKET, REFERENCE, decode_key, encode_key
+from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor
 from lowwater.errors import Corrupt
 from lowwater.spark import replay
-from lowwater.spark.columns import arrow_schema, as_arrow
+from lowwater.spark.entry_columns import arrow_schema, as_arrow
 from lowwater.spark.maps import decode_maps
 from lowwater.spark.plan import PART_BYTES, Part
 from lowwater.spark.plan import Place as Where

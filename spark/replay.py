@@ -9,7 +9,7 @@ Always true:
     others that have written the key are refused. So the last frame that counts has the newest version, and of
     several in one transaction or group the last one survives;
   - a part is replayed on its own. Of other parts it has to know only the ends of the transactions that are
-    open where it ends, of which there are never more than `OPEN_MAX` (`engine/decide.py`).
+    open where it ends, of which there are never more than `OPEN_MAX` (`engine/state/decide.py`).
 
 Nothing here knows of Spark: tables go in, and tables come out.
 """
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lowwater.engine.format import Kind
+from lowwater.engine.format.format import Kind
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

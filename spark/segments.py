@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lowwater.engine import format
-from lowwater.engine.checksum import crc32
-from lowwater.engine.format import KIND_CODES, Kind
-from lowwater.engine.reader import seq_of, time_of
-from lowwater.engine.real import RealClock
-from lowwater.engine.vectors import Frames, Int64, crc32_many, gather
+from lowwater.engine.format import format
+from lowwater.engine.format.format import KIND_CODES, Kind
+from lowwater.engine.log.reader import seq_of, time_of
+from lowwater.engine.log.vectors import Frames, Int64, crc32_many, gather
+from lowwater.engine.seams.checksum import crc32
+from lowwater.engine.seams.real import RealClock
 from lowwater.errors import Corrupt, DataError, InvalidConfig, LowwaterError, NewerVersion
-from lowwater.spark.columns import COLUMNS, Batch, arrow_schema
+from lowwater.spark.entry_columns import COLUMNS, Batch, arrow_schema
 from lowwater.spark.plan import Part, Piece, Place, open_place
 from lowwater.tiering.fetcher import HINT, Fetcher
 from lowwater.tiering.remote_segment import RemoteSegment

@@ -32,7 +32,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from lowwater.errors import InvalidConfig
-from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS, schema_of
+from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS, schema_of
 from lowwater.spark.filters import narrowed
 from lowwater.spark.following import Follower
 from lowwater.spark.options import Options, parse

@@ -30,7 +30,7 @@ from lowwater.config import (
     parse_milliseconds,
     parse_seconds,
 )
-from lowwater.engine.log import LogOptions
+from lowwater.engine.log.log import LogOptions
 from lowwater.errors import InvalidConfig
 
 ROOT = Path(__file__).parents[1]

@@ -46,7 +46,7 @@ class Pip:
         shutil.rmtree(self.installed, ignore_errors=True)
         options = ("--no-index", "--no-deps", "--no-build-isolation", "--target", str(self.installed))
         self("install", *options, "--find-links", str(self.folder / "index"), source, compiler=compiler)
-        code = "from lowwater.engine.fast import IS_COMPILED as yes, WHY_NOT_COMPILED as why; print(yes, why)"
+        code = "from lowwater.engine.format import fast; print(fast.IS_COMPILED, fast.WHY_NOT_COMPILED)"
         environment = {**os.environ, "PYTHONPATH": str(self.installed)}
         environment.pop("PURE_PYTHON", None)
         said = run([sys.executable, "-c", code], cwd=self.folder, env=environment).strip()

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lowwater.engine import format
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import Catalogue, Fork, ListHead, SegmentDescriptor
-from lowwater.engine.format import SegmentHeader
+from lowwater.engine.format import format
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.format.format import SegmentHeader
+from lowwater.engine.state.catalogue import Catalogue, Fork, ListHead, SegmentDescriptor
 from lowwater.errors import (
     Busy,
     Corrupt,

@@ -13,9 +13,9 @@ from __future__ import annotations
 import errno
 import os
 
-from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.directory import segment_name as local_name
-from lowwater.engine.seams import File
+from lowwater.engine.log.directory import segment_name as local_name
+from lowwater.engine.seams.seams import File
+from lowwater.engine.state.catalogue import Catalogue
 from lowwater.errors import Corrupt, NotFound
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.names import WAL, segment_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowwater.engine.seams import Clock, Randomness
+from lowwater.engine.seams.seams import Clock, Randomness
 from lowwater.errors import LowwaterError
 
 FIRST_S = 1.0

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from lowwater.engine.entries import Writable
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.log import LogOptions, new_create_entry
-from lowwater.engine.seams import Randomness
+from lowwater.engine.format.entries import Writable
+from lowwater.engine.log.log import LogOptions, new_create_entry
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.seams.seams import Randomness
 from lowwater.errors import (
     Corrupt,
     DatabaseMissing,

@@ -19,8 +19,8 @@ import threading
 from collections import OrderedDict
 from typing import NamedTuple
 
-from lowwater.engine.checksum import crc32
-from lowwater.engine.seams import Files, write_all
+from lowwater.engine.seams.checksum import crc32
+from lowwater.engine.seams.seams import Files, write_all
 
 UNIT_BYTES = 2**18
 OBJECT_BYTES = 16

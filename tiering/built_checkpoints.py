@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowwater.engine.catalogue import CheckpointDescriptor, describe_checkpoint
-from lowwater.engine.ckpt import decode_named
+from lowwater.engine.format.ckpt import decode_named
+from lowwater.engine.state.catalogue import CheckpointDescriptor, describe_checkpoint
 from lowwater.errors import (
     DataError,
     DeniedError,

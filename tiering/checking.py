@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lowwater.engine.check import Finding
-from lowwater.engine.check_database import check_database
-from lowwater.engine.directory import local_path
-from lowwater.engine.origin import log_directory_of
-from lowwater.engine.real import RealFiles
+from lowwater.engine.database.check_database import check_database
+from lowwater.engine.database.origin import log_directory_of
+from lowwater.engine.log.check import Finding
+from lowwater.engine.log.directory import local_path
+from lowwater.engine.seams.real import RealFiles
 from lowwater.tiering.names import CLUSTER, MANIFESTS
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.scrub import Scrub

@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from lowwater.engine import format
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.reader import seq_of
-from lowwater.engine.ring import Chunk
+from lowwater.engine.format import format
+from lowwater.engine.log.reader import seq_of
+from lowwater.engine.log.ring import Chunk
+from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.remote_segment import Reading, RemoteSegment
@@ -29,7 +29,7 @@ FRAME_SLACK_BYTES = 2048
 
 
 class ShippedSegments(Protocol):
-    """What is read here of the log's catalogue (`engine/catalogue.py`)."""
+    """What is read here of the log's catalogue (`engine/state/catalogue.py`)."""
 
     def segment_of(self, seq: int) -> SegmentDescriptor | None: ...
 

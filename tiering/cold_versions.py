@@ -25,17 +25,17 @@ from typing import NamedTuple, Protocol
 
 from blake3 import blake3
 
-from lowwater.engine import format
-from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor
-from lowwater.engine.checkpoints import CheckpointRow
-from lowwater.engine.entries import Entry, decode_body, decode_frames, decode_payload
-from lowwater.engine.format import FRAME_BYTES, Flag, Kind
-from lowwater.engine.log import Log
-from lowwater.engine.pages import decode_key, encode_key
-from lowwater.engine.reader import read_chunks
-from lowwater.engine.records import Object
-from lowwater.engine.ring import Chunk
-from lowwater.engine.transaction_table import Row
+from lowwater.engine.checkpoint.checkpoints import CheckpointRow
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Entry, decode_body, decode_frames, decode_payload
+from lowwater.engine.format.format import FRAME_BYTES, Flag, Kind
+from lowwater.engine.format.pages import decode_key, encode_key
+from lowwater.engine.format.records import Object
+from lowwater.engine.log.log import Log
+from lowwater.engine.log.reader import read_chunks
+from lowwater.engine.log.ring import Chunk
+from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor
+from lowwater.engine.state.transaction_table import Row
 from lowwater.errors import Corrupt, LowwaterError, VersionGone
 from lowwater.logging import get_logger
 from lowwater.tiering.cold import ColdLog, ShippedSegments
@@ -61,7 +61,7 @@ _DATA = frozenset({"create_bucket", "delete_bucket", "put", "delete", "copy"})
 
 
 class Shipped(ShippedSegments, Protocol):
-    """What is read here of the log's catalogue (`engine/catalogue.py`)."""
+    """What is read here of the log's catalogue (`engine/state/catalogue.py`)."""
 
     def checkpoint_not_above(self, seq: int) -> CheckpointDescriptor | None: ...
 

@@ -19,10 +19,10 @@ from typing import Generic, TypeVar
 
 from blake3 import blake3
 
-from lowwater.engine.interrupts import to_the_end
-from lowwater.engine.seams import Clock, Runner, Task
-from lowwater.engine.tickets import again
-from lowwater.engine.waiting import Event
+from lowwater.engine.log.tickets import again
+from lowwater.engine.seams.interrupts import to_the_end
+from lowwater.engine.seams.seams import Clock, Runner, Task
+from lowwater.engine.seams.waiting import Event
 from lowwater.errors import Corrupt, DataError, LowwaterError, NewerVersion, NotFound
 from lowwater.logging import get_logger
 from lowwater.metrics import ColdMetrics

@@ -23,8 +23,8 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from lowwater.engine.real import RealFiles, RealRandomness
-from lowwater.engine.seams import File, Files, Randomness, write_all
+from lowwater.engine.seams.real import RealFiles, RealRandomness
+from lowwater.engine.seams.seams import File, Files, Randomness, write_all
 from lowwater.errors import (
     InvalidEntry,
     LowwaterError,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from lowwater.engine.seams import Clock
+from lowwater.engine.seams.seams import Clock
 from lowwater.errors import NotFound
 from lowwater.metrics import StoreMetrics
 from lowwater.tiering.checksums import Checksum, Hashing

@@ -19,8 +19,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor
-from lowwater.engine.ckpt import name_of, pack_name, parse_name
+from lowwater.engine.format.ckpt import name_of, pack_name, parse_name
+from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor
 from lowwater.errors import LimitExceeded
 from lowwater.tiering.store import Store
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import cbor2
 
-from lowwater.engine import format
-from lowwater.engine.blocks import hash_of
-from lowwater.engine.catalogue import Catalogue, ListHead
-from lowwater.engine.chain import CLUSTER_ID_BYTES
+from lowwater.engine.format import format
+from lowwater.engine.format.blocks import hash_of
+from lowwater.engine.log.chain import CLUSTER_ID_BYTES
+from lowwater.engine.state.catalogue import Catalogue, ListHead
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
 from lowwater.tiering.names import HASH_DIGITS, Type, epoch_name, manifest_name, parse, place_of
 

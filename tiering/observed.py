@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lowwater.engine.checkpoints import Checkpoints
-from lowwater.engine.describe import LogDescription, describe_log
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.opening import PAGES_DIRECTORY
-from lowwater.engine.seams import Clock, Files
-from lowwater.engine.swap import DATA
+from lowwater.engine.checkpoint.checkpoints import Checkpoints
+from lowwater.engine.database.opening import PAGES_DIRECTORY
+from lowwater.engine.log.describe import LogDescription, describe_log
+from lowwater.engine.log.directory import typed_errors
+from lowwater.engine.seams.seams import Clock, Files
+from lowwater.engine.seams.swap import DATA
 from lowwater.errors import Corrupt, LowwaterError, OtherCluster
 from lowwater.logging import get_logger
 from lowwater.metrics import COLD_GAUGES, ENGINE_GAUGES, LOG_GAUGES, TIER_GAUGES
 from lowwater.tiering.archive import open_archive
-from lowwater.tiering.opening import CACHE_DIRECTORY
 from lowwater.tiering.store import Store
+from lowwater.tiering.tiered_opening import CACHE_DIRECTORY
 
 _logger = get_logger("observed")
 

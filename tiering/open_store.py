@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from lowwater.engine.real import sleep
-from lowwater.engine.seams import Files, Randomness
+from lowwater.engine.seams.real import sleep
+from lowwater.engine.seams.seams import Files, Randomness
 from lowwater.errors import InvalidConfig
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore

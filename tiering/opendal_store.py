@@ -31,8 +31,8 @@ from opendal import exceptions, layers
 from opendal.types import Entry
 
 from lowwater.config import MIB
-from lowwater.engine.real import RealClock, RealRandomness, sleep
-from lowwater.engine.seams import Randomness
+from lowwater.engine.seams.real import RealClock, RealRandomness, sleep
+from lowwater.engine.seams.seams import Randomness
 from lowwater.errors import (
     Closed,
     InvalidConfig,

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lowwater.engine.blocks import NO_HASH, hash_of
-from lowwater.engine.catalogue import (
+from lowwater.engine.format.blocks import NO_HASH, hash_of
+from lowwater.engine.state.catalogue import (
     CHUNK_RECORDS,
     RUN_RECORDS,
     Catalogue,

@@ -16,10 +16,16 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import NoReturn, TypeVar
 
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Record, RecordList, SegmentDescriptor
-from lowwater.engine.ckpt import decode_checkpoint
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.log import Seams
+from lowwater.engine.format.ckpt import decode_checkpoint
+from lowwater.engine.log.log import Seams
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.state.catalogue import (
+    Catalogue,
+    CheckpointDescriptor,
+    Record,
+    RecordList,
+    SegmentDescriptor,
+)
 from lowwater.errors import Fenced, NotFound, OtherCluster, StoreCorrupt
 from lowwater.tiering.archive import Archive, open_archive, seq_published
 from lowwater.tiering.backoff import Backoff

@@ -13,13 +13,13 @@ from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
 
-from lowwater.engine.blocks import HINT as REMOVE_HINT
-from lowwater.engine.blocks import KnownColumns, hash_of
-from lowwater.engine.catalogue import CheckpointDescriptor
-from lowwater.engine.checkpoints import CheckpointRow, StoredCheckpoint
-from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_named
-from lowwater.engine.content import Known
-from lowwater.engine.pages import encode_key, page_key
+from lowwater.engine.checkpoint.checkpoints import CheckpointRow, StoredCheckpoint
+from lowwater.engine.checkpoint.content import Known
+from lowwater.engine.format.blocks import HINT as REMOVE_HINT
+from lowwater.engine.format.blocks import KnownColumns, hash_of
+from lowwater.engine.format.ckpt import Checkpoint, ListEntry, decode_named
+from lowwater.engine.format.pages import encode_key, page_key
+from lowwater.engine.state.catalogue import CheckpointDescriptor
 from lowwater.errors import Corrupt, DataError, LowwaterError, NotFound
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 from lowwater.tiering.names import PACKS, checkpoint_name, pack_object_name

@@ -21,12 +21,18 @@ from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
 
-from lowwater.engine import format
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.checksum import crc32
-from lowwater.engine.format import FRAME_BYTES, FRAME_FIXED_BYTES, HEADER_BYTES, SegmentHeader, SegmentTrailer
-from lowwater.engine.reader import CHUNK_BYTES, Measure, seq_of, time_of
-from lowwater.engine.ring import Chunk
+from lowwater.engine.format import format
+from lowwater.engine.format.format import (
+    FRAME_BYTES,
+    FRAME_FIXED_BYTES,
+    HEADER_BYTES,
+    SegmentHeader,
+    SegmentTrailer,
+)
+from lowwater.engine.log.reader import CHUNK_BYTES, Measure, seq_of, time_of
+from lowwater.engine.log.ring import Chunk
+from lowwater.engine.seams.checksum import crc32
+from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.errors import Corrupt, LowwaterError
 from lowwater.tiering.block_cache import UNIT_BYTES
 from lowwater.tiering.fetcher import FETCH_BYTES, HINT, Fetcher

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowwater.engine.core import Core
-from lowwater.engine.seams import Task
+from lowwater.engine.database.core import Core
+from lowwater.engine.seams.seams import Task
 from lowwater.errors import LowwaterError
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from lowwater.engine.seams import Randomness
+from lowwater.engine.seams.seams import Randomness
 from lowwater.errors import StoreUnavailable, UploadGone
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from xml.sax.saxutils import unescape
 
-from lowwater.engine.real import RealClock
-from lowwater.engine.seams import Clock
+from lowwater.engine.seams.real import RealClock
+from lowwater.engine.seams.seams import Clock
 from lowwater.errors import LowwaterError, StoreUnavailable
 from lowwater.tiering.opendal_errors import error_of
 from lowwater.tiering.store import at

@@ -19,7 +19,7 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException
 from typing import NamedTuple
 
-from lowwater.engine.seams import Clock
+from lowwater.engine.seams.seams import Clock
 from lowwater.errors import LowwaterError, StoreUnavailable, UploadGone
 from lowwater.logging import get_logger
 from lowwater.tiering.names import parse

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import CheckpointDescriptor, Fork
-from lowwater.engine.check import Finding, Progress, Step
-from lowwater.engine.ckpt import Checkpoint, ListEntry
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.format.ckpt import Checkpoint, ListEntry
+from lowwater.engine.log.check import Finding, Progress, Step
+from lowwater.engine.state.catalogue import CheckpointDescriptor, Fork
 from lowwater.errors import Corrupt, DataError, LowwaterError, NotFound
 from lowwater.tiering.archive import Archive
 from lowwater.tiering.names import (

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from lowwater.engine.catalogue import CheckpointDescriptor
-from lowwater.engine.check_checkpoints import why_misplaced
-from lowwater.engine.checkpoints import CheckpointRow
-from lowwater.engine.ckpt import Checkpoint, ListEntry
-from lowwater.engine.content import Known, list_boundaries
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader
-from lowwater.engine.pages import Boundaries, encode_key
-from lowwater.engine.real import RealClock
-from lowwater.engine.recover import creation_of
+from lowwater.engine.checkpoint.check_checkpoints import why_misplaced
+from lowwater.engine.checkpoint.checkpoints import CheckpointRow
+from lowwater.engine.checkpoint.content import Known, list_boundaries
+from lowwater.engine.format.ckpt import Checkpoint, ListEntry
+from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.format.pages import Boundaries, encode_key
+from lowwater.engine.log.recover import creation_of
+from lowwater.engine.seams.real import RealClock
+from lowwater.engine.state.catalogue import CheckpointDescriptor
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.names import segment_name
 from lowwater.tiering.reached import WRONG, Line

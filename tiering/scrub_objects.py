@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor  # noqa: TID251 — the caller waits for all of it
 from typing import Any, NamedTuple
 
-from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor, describe_checkpoint
-from lowwater.engine.check import Finding
-from lowwater.engine.ckpt import Checkpoint, ListEntry, decode_checkpoint
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.format.ckpt import Checkpoint, ListEntry, decode_checkpoint
+from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.log.check import Finding
+from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor, describe_checkpoint
 from lowwater.errors import Corrupt, LowwaterError, NotFound
 from lowwater.tiering.names import checkpoint_name, parse
 from lowwater.tiering.objects import Manifest, decode_state

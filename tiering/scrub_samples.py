@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.check import Finding
-from lowwater.engine.core import Core
-from lowwater.engine.seams import Task
+from lowwater.engine.database.core import Core
+from lowwater.engine.log.check import Finding
+from lowwater.engine.seams.seams import Task
+from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.errors import InternalError, LowwaterError, NotFound, StoreCorrupt
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics

@@ -19,14 +19,18 @@ from contextlib import contextmanager
 
 from blake3 import blake3
 
-from lowwater.engine.blocks import HASH_BYTES, HINT, hash_of
-from lowwater.engine.catalogue import CheckpointDescriptor, checkpoint_shipped_entry, describe_checkpoint
-from lowwater.engine.checkpoints import StoredCheckpoint
-from lowwater.engine.ckpt import decode_checkpoint
-from lowwater.engine.core import Core
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.seams import File
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
+from lowwater.engine.database.core import Core
+from lowwater.engine.format.blocks import HASH_BYTES, HINT, hash_of
+from lowwater.engine.format.ckpt import decode_checkpoint
+from lowwater.engine.log.directory import typed_errors
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.seams.seams import File
+from lowwater.engine.state.catalogue import (
+    CheckpointDescriptor,
+    checkpoint_shipped_entry,
+    describe_checkpoint,
+)
 from lowwater.errors import Corrupt, DataError, DiskFailed, NotFound
 from lowwater.logging import get_logger
 from lowwater.tiering.names import checkpoint_name, pack_object_name

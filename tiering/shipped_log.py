@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from lowwater.engine.catalogue import Catalogue, SegmentDescriptor
-from lowwater.engine.chain import Creation
-from lowwater.engine.moments import require_seq, time_us_of
-from lowwater.engine.recover import creation_of
+from lowwater.engine.format.moments import require_seq, time_us_of
+from lowwater.engine.log.chain import Creation
+from lowwater.engine.log.recover import creation_of
+from lowwater.engine.state.catalogue import Catalogue, SegmentDescriptor
 from lowwater.errors import Corrupt, LowwaterError, VersionGone
 from lowwater.tiering.cold import ColdLog
 from lowwater.tiering.fetcher import Fetcher

@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import CheckpointDescriptor, SegmentDescriptor, segment_shipped_entry
-from lowwater.engine.core import Core
-from lowwater.engine.database import Database
-from lowwater.engine.directory import Segment, read_sealed
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.seams import Task
-from lowwater.engine.tickets import again
-from lowwater.engine.tier import Alarm, RegionStatus, ShippingState, ShippingStatus
-from lowwater.engine.waiting import Condition
+from lowwater.engine.database.core import Core
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.tier import Alarm, RegionStatus, ShippingState, ShippingStatus
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.log.directory import Segment, read_sealed
+from lowwater.engine.log.tickets import again
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.seams.seams import Task
+from lowwater.engine.seams.waiting import Condition
+from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor, segment_shipped_entry
 from lowwater.errors import (
     Closed,
     Corrupt,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
-from lowwater.engine.describe import LogDescription, describe_log
-from lowwater.engine.seams import Files
+from lowwater.engine.log.describe import LogDescription, describe_log
+from lowwater.engine.seams.seams import Files
+from lowwater.engine.state.catalogue import Catalogue, CheckpointDescriptor
 from lowwater.errors import OtherCluster
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.store import Store

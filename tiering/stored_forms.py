@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lowwater.engine.compress import block_decompressor, decompress_block, decompress_block_into, read_table
+from lowwater.engine.log.compress import (
+    block_decompressor,
+    decompress_block,
+    decompress_block_into,
+    read_table,
+)
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher
 

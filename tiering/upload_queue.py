@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.directory import Segment
-from lowwater.engine.log import Seams
+from lowwater.engine.log.directory import Segment
+from lowwater.engine.log.log import Seams
+from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.errors import Corrupt, DataError, DiskFailed, InternalError, LowwaterError, NotFound
 from lowwater.logging import get_logger
 from lowwater.metrics import TierMetrics

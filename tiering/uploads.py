@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from lowwater.engine import format
-from lowwater.engine.catalogue import SegmentDescriptor, describe_segment
-from lowwater.engine.compress import compressed_pieces
-from lowwater.engine.directory import read_sealed, read_trailer, typed_errors
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.format import Compression
-from lowwater.engine.seams import File, Files
-from lowwater.engine.verified import VerifiedBlocks
+from lowwater.engine.format import format
+from lowwater.engine.format.format import Compression
+from lowwater.engine.log.compress import compressed_pieces
+from lowwater.engine.log.directory import read_sealed, read_trailer, typed_errors
+from lowwater.engine.log.verified import VerifiedBlocks
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.seams.seams import File, Files
+from lowwater.engine.state.catalogue import SegmentDescriptor, describe_segment
 from lowwater.errors import Corrupt, LowwaterError, NotFound, StoreCorrupt
 from lowwater.tiering.names import parse, segment_name
 from lowwater.tiering.store import Store, at

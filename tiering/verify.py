@@ -12,14 +12,14 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from lowwater.engine.blocks import require
-from lowwater.engine.catalogue import SegmentDescriptor, decode_any_chunk, describe_segment
-from lowwater.engine.ckpt import PACK_HEADER, PACK_MAGIC, decode_named
-from lowwater.engine.compress import ZSTD_MAGIC, CompressedSegment, verify_stored
-from lowwater.engine.directory import read_trailer
-from lowwater.engine.footer import hash_blocks, segment_hash
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader
-from lowwater.engine.seams import File, SyncMode
+from lowwater.engine.format.blocks import require
+from lowwater.engine.format.ckpt import PACK_HEADER, PACK_MAGIC, decode_named
+from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.log.compress import ZSTD_MAGIC, CompressedSegment, verify_stored
+from lowwater.engine.log.directory import read_trailer
+from lowwater.engine.log.footer import hash_blocks, segment_hash
+from lowwater.engine.seams.seams import File, SyncMode
+from lowwater.engine.state.catalogue import SegmentDescriptor, decode_any_chunk, describe_segment
 from lowwater.errors import Corrupt, LowwaterError, NotLowwater
 from lowwater.tiering.names import ObjectName, parse, short
 from lowwater.tiering.objects import (

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lowwater.engine import format
-from lowwater.engine.directory import CURRENT, segment_name
-from lowwater.engine.entries import CreateBucket, Delete, Put, Writable
-from lowwater.engine.format import BUCKET_BYTES_MAX, Extras, Kind
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.real import RealFiles
-from lowwater.engine.seams import write_all
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import CreateBucket, Delete, Put, Writable
+from lowwater.engine.format.format import BUCKET_BYTES_MAX, Extras, Kind
+from lowwater.engine.log.directory import CURRENT, segment_name
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.seams.real import RealFiles
+from lowwater.engine.seams.seams import write_all
 
 SEGMENT_BYTES = 4096
 BLOCK_BYTES = 1024

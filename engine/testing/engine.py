@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lowwater.engine.chain import Create, checkpoint_entry
-from lowwater.engine.decide import Refusal
-from lowwater.engine.entries import (
+from lowwater.engine.database.orchestrator import Outcome, StorageEngine
+from lowwater.engine.format.entries import (
     Abort,
     Begin,
     Commit,
@@ -29,9 +28,10 @@ from lowwater.engine.entries import (
     Put,
     Write,
 )
-from lowwater.engine.format import Kind
-from lowwater.engine.orchestrator import Outcome, StorageEngine
-from lowwater.engine.requests import Request
+from lowwater.engine.format.format import Kind
+from lowwater.engine.log.chain import Create, checkpoint_entry
+from lowwater.engine.state.decide import Refusal
+from lowwater.engine.state.requests import Request
 from lowwater.errors import Closed, InputError, InvalidEntry, LogDivergence, NotFound, VersionGone
 
 # Opens the engine of one place, again and again.

@@ -17,7 +17,7 @@ from typing import get_args
 
 import pytest
 
-from lowwater.engine.seams import Files, SyncMode, write_all
+from lowwater.engine.seams.seams import Files, SyncMode, write_all
 
 # The files, and an empty directory in them.
 Place = tuple[Files, str]

@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import pytest
 
-from lowwater.engine.chain import Create
-from lowwater.engine.entries import Control
-from lowwater.engine.format import SEQ_MAX, Kind
-from lowwater.engine.orchestrator import Orchestrator
-from lowwater.engine.requests import Request
+from lowwater.engine.database.orchestrator import Orchestrator
+from lowwater.engine.format.entries import Control
+from lowwater.engine.format.format import SEQ_MAX, Kind
+from lowwater.engine.log.chain import Create
+from lowwater.engine.state.requests import Request
 
 PROPOSALS_MAX = 10_000
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowwater.engine.pagestore import KEY_BYTES_MAX, PageStore
+from lowwater.engine.pages.pagestore import KEY_BYTES_MAX, PageStore
 from lowwater.errors import Closed
 
 # Opens the store of one place, again and again.

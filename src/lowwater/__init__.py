@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from lowwater import errors
 
 if TYPE_CHECKING:
-    from lowwater.engine.arrow import read_segment
-    from lowwater.engine.chain import Create, checkpoint_entry
-    from lowwater.engine.check import Finding
-    from lowwater.engine.checkpoints import CheckpointRow, read_checkpoint
-    from lowwater.engine.database import Database
-    from lowwater.engine.decide import Refusal
-    from lowwater.engine.entries import (
+    from lowwater.engine.checkpoint.checkpoints import CheckpointRow, read_checkpoint
+    from lowwater.engine.database.database import Database
+    from lowwater.engine.database.orchestrator import Orchestrator, Outcome, StorageEngine
+    from lowwater.engine.database.session import Session
+    from lowwater.engine.database.transactions import Savepoint, Transaction
+    from lowwater.engine.format.entries import (
         Abort,
         Begin,
         Commit,
@@ -39,59 +38,60 @@ if TYPE_CHECKING:
         Put,
         Write,
     )
-    from lowwater.engine.keeping import Snapshot
-    from lowwater.engine.log import Log, LogOptions
-    from lowwater.engine.orchestrator import Orchestrator, Outcome, StorageEngine
-    from lowwater.engine.records import Head, Marks, Object, Page
-    from lowwater.engine.request_id import RequestId
-    from lowwater.engine.session import Session
-    from lowwater.engine.transactions import Savepoint, Transaction
-    from lowwater.recovery.opening import open_directory as open
+    from lowwater.engine.format.records import Head, Marks, Object, Page
+    from lowwater.engine.format.request_id import RequestId
+    from lowwater.engine.log.arrow import read_segment
+    from lowwater.engine.log.chain import Create, checkpoint_entry
+    from lowwater.engine.log.check import Finding
+    from lowwater.engine.log.log import Log, LogOptions
+    from lowwater.engine.state.decide import Refusal
+    from lowwater.engine.state.keeping import Snapshot
     from lowwater.recovery.restore import Restored, restore
+    from lowwater.recovery.restored_opening import open_directory as open
     from lowwater.tiering.checking import check
-    from lowwater.tiering.opening import Engine
+    from lowwater.tiering.tiered_opening import Engine
 
 __version__ = version("lowwater")
 
 # By name, the module that has it, and what it is called there. Nothing is loaded before it is asked for: each
 # process that Spark starts imports this package, and needs little of it.
 _PUBLIC = {
-    "Abort": ("engine.entries", "Abort"),
-    "Begin": ("engine.entries", "Begin"),
-    "CheckpointRow": ("engine.checkpoints", "CheckpointRow"),
-    "Commit": ("engine.entries", "Commit"),
-    "Copy": ("engine.entries", "Copy"),
-    "Create": ("engine.chain", "Create"),
-    "CreateBucket": ("engine.entries", "CreateBucket"),
-    "Database": ("engine.database", "Database"),
-    "Delete": ("engine.entries", "Delete"),
-    "DeleteBucket": ("engine.entries", "DeleteBucket"),
-    "Engine": ("tiering.opening", "Engine"),
-    "Entry": ("engine.entries", "Entry"),
-    "Finding": ("engine.check", "Finding"),
-    "Head": ("engine.records", "Head"),
-    "Log": ("engine.log", "Log"),
-    "LogOptions": ("engine.log", "LogOptions"),
-    "Marks": ("engine.records", "Marks"),
-    "Object": ("engine.records", "Object"),
-    "Orchestrator": ("engine.orchestrator", "Orchestrator"),
-    "Outcome": ("engine.orchestrator", "Outcome"),
-    "Page": ("engine.records", "Page"),
-    "Put": ("engine.entries", "Put"),
-    "Refusal": ("engine.decide", "Refusal"),
-    "RequestId": ("engine.request_id", "RequestId"),
+    "Abort": ("engine.format.entries", "Abort"),
+    "Begin": ("engine.format.entries", "Begin"),
+    "CheckpointRow": ("engine.checkpoint.checkpoints", "CheckpointRow"),
+    "Commit": ("engine.format.entries", "Commit"),
+    "Copy": ("engine.format.entries", "Copy"),
+    "Create": ("engine.log.chain", "Create"),
+    "CreateBucket": ("engine.format.entries", "CreateBucket"),
+    "Database": ("engine.database.database", "Database"),
+    "Delete": ("engine.format.entries", "Delete"),
+    "DeleteBucket": ("engine.format.entries", "DeleteBucket"),
+    "Engine": ("tiering.tiered_opening", "Engine"),
+    "Entry": ("engine.format.entries", "Entry"),
+    "Finding": ("engine.log.check", "Finding"),
+    "Head": ("engine.format.records", "Head"),
+    "Log": ("engine.log.log", "Log"),
+    "LogOptions": ("engine.log.log", "LogOptions"),
+    "Marks": ("engine.format.records", "Marks"),
+    "Object": ("engine.format.records", "Object"),
+    "Orchestrator": ("engine.database.orchestrator", "Orchestrator"),
+    "Outcome": ("engine.database.orchestrator", "Outcome"),
+    "Page": ("engine.format.records", "Page"),
+    "Put": ("engine.format.entries", "Put"),
+    "Refusal": ("engine.state.decide", "Refusal"),
+    "RequestId": ("engine.format.request_id", "RequestId"),
     "Restored": ("recovery.restore", "Restored"),
-    "Savepoint": ("engine.transactions", "Savepoint"),
-    "Session": ("engine.session", "Session"),
-    "Snapshot": ("engine.keeping", "Snapshot"),
-    "StorageEngine": ("engine.orchestrator", "StorageEngine"),
-    "Transaction": ("engine.transactions", "Transaction"),
-    "Write": ("engine.entries", "Write"),
+    "Savepoint": ("engine.database.transactions", "Savepoint"),
+    "Session": ("engine.database.session", "Session"),
+    "Snapshot": ("engine.state.keeping", "Snapshot"),
+    "StorageEngine": ("engine.database.orchestrator", "StorageEngine"),
+    "Transaction": ("engine.database.transactions", "Transaction"),
+    "Write": ("engine.format.entries", "Write"),
     "check": ("tiering.checking", "check"),
-    "checkpoint_entry": ("engine.chain", "checkpoint_entry"),
-    "open": ("recovery.opening", "open_directory"),
-    "read_checkpoint": ("engine.checkpoints", "read_checkpoint"),
-    "read_segment": ("engine.arrow", "read_segment"),
+    "checkpoint_entry": ("engine.log.chain", "checkpoint_entry"),
+    "open": ("recovery.restored_opening", "open_directory"),
+    "read_checkpoint": ("engine.checkpoint.checkpoints", "read_checkpoint"),
+    "read_segment": ("engine.log.arrow", "read_segment"),
     "restore": ("recovery.restore", "restore"),
 }
 # They were there when everything was loaded at once.

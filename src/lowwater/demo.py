@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 import lowwater
-from lowwater.engine.chain import create_entry
-from lowwater.engine.check import check_directory, check_segment
-from lowwater.engine.entries import Put, encode_put
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.real import RealFiles
+from lowwater.engine.format.entries import Put, encode_put
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.check import check_directory, check_segment
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.seams.real import RealFiles
 from lowwater.spark.plan import pin
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.testing.s3_server import S3Server, forget_other_servers

@@ -36,19 +36,19 @@ from tests.tiering.tiered_model import (
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import Fault, FaultyStore, Operation, random_faults
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation, random_faults
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.database import Database
-from lowwater.engine.origin import ORIGIN, read_origin
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.origin import ORIGIN, read_origin
 from lowwater.errors import Fenced, LowwaterError, OtherCluster, RetryError
-from lowwater.recovery.opening import open_log, open_restored
 from lowwater.recovery.point import reach
 from lowwater.recovery.restore import Restored, restore_with
+from lowwater.recovery.restored_opening import open_log, open_restored
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryStore
 from lowwater.tiering.names import MANIFESTS, parse
 from lowwater.tiering.objects import decode_manifest
-from lowwater.tiering.opening import open_tiered
+from lowwater.tiering.tiered_opening import open_tiered
 
 ACTIONS = 100
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lowwater
-from lowwater.engine.database import Database
+from lowwater.engine.database.database import Database
 from lowwater.errors import LowwaterError, NotFound
 
 BUCKET = "b"

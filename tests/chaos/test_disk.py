@@ -20,8 +20,8 @@ import pytest
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFile, FaultyFiles, MutatingKind, Operation, SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.seams import Files, write_all
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.seams import Files, write_all
 
 RNG = random.Random(0)
 

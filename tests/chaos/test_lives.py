@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.chaos.lives import ACTIONS, live
 
-from lowwater.engine import core
-from lowwater.engine.core import Core
+from lowwater.engine.database import core
+from lowwater.engine.database.core import Core
 from lowwater.errors import LowwaterError
 from lowwater.recovery import point, restore
 from lowwater.tiering import archive, shipper

@@ -10,7 +10,7 @@ import pytest
 
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.runner import StepRunner, StepTask
-from lowwater.engine.seams import Clock, Randomness, Runner, Step
+from lowwater.engine.seams.seams import Clock, Randomness, Runner, Step
 
 
 def counting(calls: list[str], name: str, *delays: float | None) -> Step:

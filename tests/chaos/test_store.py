@@ -12,7 +12,7 @@ import pytest
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import Fault, FaultyStore, Operation, Trouble, random_faults
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation, Trouble, random_faults
 from lowwater.errors import (
     STORE_ERRORS,
     NotFound,

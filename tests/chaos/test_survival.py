@@ -13,7 +13,7 @@ import pytest
 
 from lowwater.chaos.disk import FaultyFiles
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine.seams import SyncMode
+from lowwater.engine.seams.seams import SyncMode
 
 SEEDS = range(300)
 SECTOR = 512

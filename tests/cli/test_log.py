@@ -19,11 +19,11 @@ from blake3 import blake3
 from click.testing import CliRunner, Result
 
 from lowwater.cli.root import root
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.directory import read_sealed
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log
-from lowwater.engine.real import RealFiles
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.directory import read_sealed
+from lowwater.engine.log.log import Log
+from lowwater.engine.seams.real import RealFiles
 from lowwater.engine.testing.damage import (
     current_path,
     flip,
@@ -145,8 +145,8 @@ def test_they_work_while_a_process_has_the_log_open(command: str, directory: str
 
 WRITE_UNTIL_KILLED = """
 import sys
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log
 
 with Log.open(sys.argv[1]) as log:
     log.append(Put("users", "ready", b"yes"))

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import lowwater
-from lowwater.engine.fast import IS_COMPILED
+from lowwater.engine.format.fast import IS_COMPILED
 
 LOOPS = (
     "loops compiled"

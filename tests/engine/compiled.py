@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lowwater.engine import fast
+from lowwater.engine.format import fast
 
 needs_compiled = pytest.mark.skipif(
-    not fast.IS_COMPILED, reason="NOT TESTED: the loops of engine/_fast*.c are not compiled here"
+    not fast.IS_COMPILED, reason="NOT TESTED: the loops of engine/format/_fast*.c are not compiled here"
 )
 
 

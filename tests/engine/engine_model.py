@@ -30,21 +30,26 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine import away, flush, leaving, pages, replay, state, transactions
-from lowwater.engine.chain import create_entry
-from lowwater.engine.checkpoints import StoredCheckpoint
-from lowwater.engine.ckpt import pack_name
-from lowwater.engine.database import Database, EngineOptions
-from lowwater.engine.entries import Delete, Put, decode_body
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.opening import open_with
-from lowwater.engine.pages import decode_page
-from lowwater.engine.ranges import records_in
-from lowwater.engine.records import Head, Object, Page, is_transactional, transaction_of
-from lowwater.engine.references import decode_reference, is_reference
-from lowwater.engine.transaction_table import ids_in
-from lowwater.engine.upkeep import KEEP_AS_IT_IS, VersionPolicy
+from lowwater.engine.checkpoint import leaving
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
+from lowwater.engine.database import redo as replay
+from lowwater.engine.database import transactions
+from lowwater.engine.database.database import Database, EngineOptions
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.database.upkeep import KEEP_AS_IT_IS, VersionPolicy
+from lowwater.engine.flush import flush
+from lowwater.engine.format import pages
+from lowwater.engine.format.ckpt import pack_name
+from lowwater.engine.format.entries import Delete, Put, decode_body
+from lowwater.engine.format.pages import decode_page
+from lowwater.engine.format.records import Head, Object, Page, is_transactional, transaction_of
+from lowwater.engine.format.references import decode_reference, is_reference
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.state import away, state
+from lowwater.engine.state.ranges import records_in
+from lowwater.engine.state.transaction_table import ids_in
 from lowwater.errors import (
     AlreadyExists,
     ConditionFailed,

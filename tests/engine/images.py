@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import cbor2
 from blake3 import blake3
 
-from lowwater.engine.before_images import BeforeImage
-from lowwater.engine.entries import Entry
+from lowwater.engine.format.before_images import BeforeImage
+from lowwater.engine.format.entries import Entry
 
 Key = tuple[str, str]
 CHANGES = ("put", "delete", "copy")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lowwater.engine.format import FRAME_BYTES, U32
-from lowwater.engine.log import Log
-from lowwater.engine.records import place_of, seq_of
-from lowwater.engine.replay import Other, Part, parts_from
-from lowwater.engine.seams import Files
+from lowwater.engine.database.redo import Other, Part, parts_from
+from lowwater.engine.format.format import FRAME_BYTES, U32
+from lowwater.engine.format.records import place_of, seq_of
+from lowwater.engine.log.log import Log
+from lowwater.engine.seams.seams import Files
 
 
 def frames_from(log: Log, files: Files, seq: int) -> list[Other]:

@@ -12,14 +12,14 @@ from random import Random
 
 import pytest
 
-from lowwater.engine import format
-from lowwater.engine.cleanpages import page_bytes
-from lowwater.engine.format import Kind
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.pages import Boundaries, Page, decode_page, encode_key, encode_page
-from lowwater.engine.records import make_record
-from lowwater.engine.state import State
-from lowwater.engine.trim import Trimmer, _malloc_trim
+from lowwater.engine.format import format
+from lowwater.engine.format.format import Kind
+from lowwater.engine.format.pages import Boundaries, Page, decode_page, encode_key, encode_page
+from lowwater.engine.format.records import make_record
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.seams.trim import Trimmer, _malloc_trim
+from lowwater.engine.state.cleanpages import page_bytes
+from lowwater.engine.state.state import State
 
 
 @contextmanager

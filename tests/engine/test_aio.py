@@ -1,4 +1,4 @@
-"""engine/aio.py: the same database, awaited."""
+"""engine/database/aio.py: the same database, awaited."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import lowwater
-from lowwater.engine.database import Database
-from lowwater.engine.records import Object
+from lowwater.engine.database.database import Database
+from lowwater.engine.format.records import Object
 from lowwater.errors import Closed, NotFound
 
 

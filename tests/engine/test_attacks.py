@@ -15,17 +15,18 @@ from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
-from lowwater.engine import footer, store
-from lowwater.engine.chain import settings_entry
-from lowwater.engine.check import check_directory
-from lowwater.engine.entries import Control, Delete, Put, encode_put
-from lowwater.engine.format import Kind
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.pieces import Piece
-from lowwater.engine.real import RealClock, RealFiles, RealRandomness
-from lowwater.engine.scan import is_frame
-from lowwater.engine.tickets import AppendFuture, Ticket
+from lowwater.engine.format.entries import Control, Delete, Put, encode_put
+from lowwater.engine.format.format import Kind
+from lowwater.engine.log import footer
+from lowwater.engine.log import segment_store as store
+from lowwater.engine.log.chain import settings_entry
+from lowwater.engine.log.check import check_directory
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.pieces import Piece
+from lowwater.engine.log.scan import is_frame
+from lowwater.engine.log.tickets import AppendFuture, Ticket
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.real import RealClock, RealFiles, RealRandomness
 from lowwater.errors import Closed, Corrupt, InputError, InvalidConfig, InvalidEntry, LogPoisoned
 
 

@@ -21,20 +21,20 @@ from tests.engine.test_pages import PAGES_MD, table
 
 from lowwater import CreateBucket, Put, Refusal
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.engine import references
-from lowwater.engine.chain import checkpoint_entry
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.opening import open_with
-from lowwater.engine.ranges import Layout, Range
-from lowwater.engine.records import make_record
-from lowwater.engine.references import (
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.format import references
+from lowwater.engine.format.records import make_record
+from lowwater.engine.format.references import (
     Reference,
     decode_reference,
     encode_reference,
     is_reference,
 )
+from lowwater.engine.log.chain import checkpoint_entry
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.state.ranges import Layout, Range
 from lowwater.errors import Conflict, Corrupt, InputError, NewerVersion, NotFound
 
 LARGE = bytes(range(256)) * 9
@@ -81,10 +81,10 @@ def test_an_interrupted_read_of_a_page_keeps_nobody_waiting(db: Database, archiv
         return db.get("b", "k000050").value
 
     leave(db, archive)
-    for at in places(read, 1000, 1, "engine/away.py"):
+    for at in places(read, 1000, 1, "engine/state/away.py"):
         leave(db, archive)
         with suppress(KeyboardInterrupt):
-            Walk("engine/away.py").run(read, at)
+            Walk("engine/state/away.py").run(read, at)
         assert elsewhere(read) == b"505050"
         assert not db._state.away._flights
         assert not db._state.away._held
@@ -197,7 +197,7 @@ def test_a_page_with_changes_in_memory_or_of_an_open_transaction_stays(
     db: Database, archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The block of a checkpoint has neither."""
-    from lowwater.engine import transactions
+    from lowwater.engine.database import transactions
 
     monkeypatch.setattr(transactions, "SPILL_ABOVE_BYTES", 500)
     fill(db)
@@ -355,7 +355,7 @@ def test_a_full_checkpoint_of_pages_that_left_is_the_one_of_pages_that_did_not(
 
 
 def lowwater_engine(directory: str, archive: Archive) -> Any:
-    from lowwater.engine.engine import Engine
+    from lowwater.engine.database.engine import Engine
 
     return Engine(directory, blocks=archive)
 

@@ -20,16 +20,17 @@ from tests.engine.test_engine import WITH_IMAGES, Node
 
 import lowwater
 from lowwater import Copy, CreateBucket, Delete, Outcome, Put, Refusal, Write
-from lowwater.engine import format, transactions
-from lowwater.engine.before_images import BeforeImage, bytes_without_image, decode_image, with_image
-from lowwater.engine.chain import Create, settings_entry
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.entries import Begin, Commit, Entry, decode_payload
-from lowwater.engine.format import Extras, Kind, SegmentHeader
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.opening import open_with
+from lowwater.engine.database import transactions
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.format import format
+from lowwater.engine.format.before_images import BeforeImage, bytes_without_image, decode_image, with_image
+from lowwater.engine.format.entries import Begin, Commit, Entry, decode_payload
+from lowwater.engine.format.format import Extras, Kind, SegmentHeader
+from lowwater.engine.log.chain import Create, settings_entry
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.engine.testing.engine import CLUSTER_ID, SALT, feed
 from lowwater.errors import Corrupt, InvalidEntry, LogDivergence, NewerVersion
 

@@ -1,4 +1,4 @@
-"""docs/CHECKPOINT.md says what engine/blocks.py and engine/ckpt.py do; what is decoded is what was encoded,
+"""docs/CHECKPOINT.md says what engine/format/blocks.py and ckpt.py do; what is decoded is what was encoded,
 and nothing that was changed is decoded."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowwater.engine import blocks, ckpt
-from lowwater.engine.blocks import (
+from lowwater.engine.format import blocks, ckpt
+from lowwater.engine.format.blocks import (
     LARGE,
     NO_HASH,
     Listed,
@@ -32,7 +32,7 @@ from lowwater.engine.blocks import (
     location_columns,
     made_of,
 )
-from lowwater.engine.ckpt import (
+from lowwater.engine.format.ckpt import (
     Checkpoint,
     ListEntry,
     decode_checkpoint,
@@ -40,7 +40,7 @@ from lowwater.engine.ckpt import (
     encode_checkpoint,
     name_of,
 )
-from lowwater.engine.pages import BUCKET, REFERENCE
+from lowwater.engine.format.pages import BUCKET, REFERENCE
 from lowwater.errors import Corrupt, LowwaterError, NewerVersion, NotLowwater
 
 CHECKPOINT_MD = Path(__file__).parent.parent.parent / "docs" / "CHECKPOINT.md"

@@ -19,9 +19,14 @@ import lowwater
 from lowwater import CreateBucket, Put, Refusal
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine import catalogue as catalogue_module
-from lowwater.engine.blocks import NO_HASH, hash_of
-from lowwater.engine.catalogue import (
+from lowwater.engine.checkpoint.checkpoints import read_file
+from lowwater.engine.format.blocks import NO_HASH, hash_of
+from lowwater.engine.format.entries import Control, decode_body
+from lowwater.engine.format.format import HEADER_BYTES, Kind, SegmentHeader
+from lowwater.engine.log.chain import checkpoint_entry, seal_entry
+from lowwater.engine.log.directory import read_trailer
+from lowwater.engine.state import catalogue as catalogue_module
+from lowwater.engine.state.catalogue import (
     Catalogue,
     CheckpointDescriptor,
     Fork,
@@ -35,12 +40,7 @@ from lowwater.engine.catalogue import (
     record_of,
     segment_shipped_entry,
 )
-from lowwater.engine.chain import checkpoint_entry, seal_entry
-from lowwater.engine.check_pages import check_state
-from lowwater.engine.checkpoints import read_file
-from lowwater.engine.directory import read_trailer
-from lowwater.engine.entries import Control, decode_body
-from lowwater.engine.format import HEADER_BYTES, Kind, SegmentHeader
+from lowwater.engine.state.check_pages import check_state
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import Corrupt, InputError, InvalidEntry, LogDivergence, NewerVersion
 

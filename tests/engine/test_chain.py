@@ -1,4 +1,4 @@
-"""engine/chain.py: whose log it is, how it is cut, and what of that a reopened log still knows."""
+"""engine/log/chain.py: whose log it is, how it is cut, and what of that a reopened log still knows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lowwater.engine import format
-from lowwater.engine.chain import Creation, LogSettings, create_entry, settings_entry
-from lowwater.engine.check import check_directory
-from lowwater.engine.describe import describe_log
-from lowwater.engine.entries import Control, Put
-from lowwater.engine.format import HEADER_BYTES, Kind, SegmentHeader
-from lowwater.engine.log import Log, Seams
-from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Control, Put
+from lowwater.engine.format.format import HEADER_BYTES, Kind, SegmentHeader
+from lowwater.engine.log.chain import Creation, LogSettings, create_entry, settings_entry
+from lowwater.engine.log.check import check_directory
+from lowwater.engine.log.describe import describe_log
+from lowwater.engine.log.log import Log, Seams
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion
 
 

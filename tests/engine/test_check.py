@@ -1,4 +1,4 @@
-"""engine/check.py: each kind of damage is found, and told with where it is and what to do."""
+"""engine/log/check.py: each kind of damage is found, and told with where it is and what to do."""
 
 from __future__ import annotations
 
@@ -12,20 +12,8 @@ from typing import Any
 
 import pytest
 
-from lowwater.engine.chain import create_entry, seal_entry, settings_entry
-from lowwater.engine.check import (
-    Finding,
-    Progress,
-    check_directory,
-    check_directory_steps,
-    check_segment,
-    require_log,
-)
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.describe import describe_segment
-from lowwater.engine.directory import HINT, Hint, read_hint, read_sealed, segment_name, write_hint
-from lowwater.engine.entries import Control, Put
-from lowwater.engine.format import (
+from lowwater.engine.format.entries import Control, Put
+from lowwater.engine.format.format import (
     FRAME_BYTES,
     HEADER_BYTES,
     TRAILER_BYTES,
@@ -36,9 +24,21 @@ from lowwater.engine.format import (
     encode_payload,
     frame_checksum,
 )
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.real import RealFiles
-from lowwater.engine.scan import scan_frames
+from lowwater.engine.log.chain import create_entry, seal_entry, settings_entry
+from lowwater.engine.log.check import (
+    Finding,
+    Progress,
+    check_directory,
+    check_directory_steps,
+    check_segment,
+    require_log,
+)
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.describe import describe_segment
+from lowwater.engine.log.directory import HINT, Hint, read_hint, read_sealed, segment_name, write_hint
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.log.scan import scan_frames
+from lowwater.engine.seams.real import RealFiles
 from lowwater.engine.testing.damage import current_path, flip, make_log, read, seqs_of, truncate, write
 from lowwater.errors import Corrupt, NotFound, NotLowwater
 
@@ -130,8 +130,8 @@ def test_a_log_that_another_process_writes_has_no_findings(tmp_path: Path) -> No
 
 _WRITE_UNTIL_KILLED = """
 import sys
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log
 
 with Log.open(sys.argv[1]) as log:
     log.append(Put("users", "ready", b"yes"))

@@ -21,19 +21,19 @@ from tests.engine.test_engine import CREATE, Node
 import lowwater
 from lowwater import Copy, CreateBucket, Delete, Engine, Put, Write, read_checkpoint
 from lowwater.chaos.clock import VirtualClock
-from lowwater.engine import content, pagewalk
-from lowwater.engine.chain import checkpoint_entry
-from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.decide import Refusal
-from lowwater.engine.due import DUE_MAX
-from lowwater.engine.entries import Control
-from lowwater.engine.format import Kind
-from lowwater.engine.log import LogOptions
-from lowwater.engine.opening import open_with
-from lowwater.engine.records import VALUE_PLACE
-from lowwater.engine.requests import Request
+from lowwater.engine.checkpoint import content, pagewalk
+from lowwater.engine.checkpoint.checkpoints import Checkpoints, StoredCheckpoint
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.format.entries import Control
+from lowwater.engine.format.format import Kind
+from lowwater.engine.format.records import VALUE_PLACE
+from lowwater.engine.log.chain import checkpoint_entry
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.state.decide import Refusal
+from lowwater.engine.state.due import DUE_MAX
+from lowwater.engine.state.requests import Request
 from lowwater.engine.testing.damage import flip
 from lowwater.errors import (
     Closed,
@@ -204,7 +204,7 @@ def test_the_newest_two_are_kept_and_packs_that_they_need(db: Database) -> None:
 
 def test_packs_are_cut_by_size(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So no object grows without end, and what is uploaded again is small."""
-    monkeypatch.setattr("lowwater.engine.packing.PACK_BYTES", 20_000)
+    monkeypatch.setattr("lowwater.engine.checkpoint.packing.PACK_BYTES", 20_000)
     with lowwater.open(path) as db:
         db.create_bucket("b")
         fill(db, 5000)
@@ -711,7 +711,7 @@ def test_a_fed_engine_has_its_orchestrator_order_one(path: str) -> None:
 
 def test_a_proposal_that_was_lost_is_repeated(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proposing is best effort."""
-    monkeypatch.setattr("lowwater.engine.engine.PROPOSE_AGAIN_S", 0.01)
+    monkeypatch.setattr("lowwater.engine.database.engine.PROPOSE_AGAIN_S", 0.01)
     orderer = Orderer(lose=3)
     with fed(path, orderer) as engine:
         assert engine.create_checkpoint()
@@ -720,7 +720,7 @@ def test_a_proposal_that_was_lost_is_repeated(path: str, monkeypatch: pytest.Mon
 
 def test_who_does_not_want_to_wait_is_told(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry may still come."""
-    monkeypatch.setattr("lowwater.engine.engine.PROPOSE_AGAIN_S", 0.01)
+    monkeypatch.setattr("lowwater.engine.database.engine.PROPOSE_AGAIN_S", 0.01)
     with fed(path, Orderer(lose=10**9)) as engine, pytest.raises(TimedOut):
         engine.create_checkpoint(timeout_s=0.03)
 
@@ -892,7 +892,7 @@ def test_more_checkpoints_than_can_be_made_at_once_are_made_one_by_one() -> None
 
 def test_a_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
     """Looking makes nothing."""
-    from lowwater.engine.real import RealFiles
+    from lowwater.engine.seams.real import RealFiles
 
     assert Checkpoints(RealFiles(), str(tmp_path / "nothing")).complete == []
     assert not (tmp_path / "nothing").exists()

@@ -13,7 +13,7 @@ from tests.engine.engine_model import Driver, Machine, small_limits
 from tests.engine.test_engine_crash import LOSSES, on_failure, reach_failure_point
 
 from lowwater.chaos.disk import Fault, Operation, SimulatedCrash
-from lowwater.engine.log import LogOptions
+from lowwater.engine.log.log import LogOptions
 from lowwater.errors import DiskFull, LowwaterError, ReopenError
 
 CHUNKS = 4
@@ -22,7 +22,7 @@ DIRECTORIES = ("checkpoints", "packs")
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lowwater.engine.packing.PACK_BYTES", 1500)
+    monkeypatch.setattr("lowwater.engine.checkpoint.packing.PACK_BYTES", 1500)
     with small_limits():
         yield
 

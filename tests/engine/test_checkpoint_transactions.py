@@ -31,13 +31,13 @@ from lowwater import (
 )
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.chain import checkpoint_entry, seal_entry
-from lowwater.engine.checkpointer import Checkpointer
-from lowwater.engine.checkpoints import StoredCheckpoint
-from lowwater.engine.decide import Refusal
-from lowwater.engine.entries import Control, Entry, decode_body
-from lowwater.engine.format import Kind
-from lowwater.engine.records import VALUE_PLACE
+from lowwater.engine.checkpoint.checkpointer import Checkpointer
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
+from lowwater.engine.format.entries import Control, Entry, decode_body
+from lowwater.engine.format.format import Kind
+from lowwater.engine.format.records import VALUE_PLACE
+from lowwater.engine.log.chain import checkpoint_entry, seal_entry
+from lowwater.engine.state.decide import Refusal
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import NotFound, VersionGone
 

@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 
 import lowwater
 from lowwater.chaos.workload import CLUSTER_ID, SALT
-from lowwater.engine import columns, footer, format
-from lowwater.engine.chain import create_entry
-from lowwater.engine.columns import COLUMNS, read_columns
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.entries import Entry, Put
-from lowwater.engine.footer import footer_steps
-from lowwater.engine.format import Extras, Kind, ValueRef, encode_metadata, encode_payload
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.real import RealFiles
-from lowwater.engine.scan import scan_frames
-from lowwater.engine.vectors import crc32_many
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Entry, Put
+from lowwater.engine.format.format import Extras, Kind, ValueRef, encode_metadata, encode_payload
+from lowwater.engine.log import columns, footer
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.columns import COLUMNS, read_columns
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.footer import footer_steps
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.scan import scan_frames
+from lowwater.engine.log.vectors import crc32_many
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import (
     Corrupt,
     DataError,
@@ -309,8 +310,8 @@ class Nothing:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Nothing())
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, Seams
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log, Seams
 with Log.open(sys.argv[1], seams=Seams(clock=VirtualClock(), randomness=SeededRandomness(1))) as log:
     for number in range(100):
         log.append(Put("b", f"k{number % 7}", bytes(number)))

@@ -1,4 +1,4 @@
-"""engine/compact.py and engine/swap.py: the page file written again, whatever fails meanwhile."""
+"""engine/pages/compact.py and engine/seams/swap.py: the page file written again, whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import lowwater
-from lowwater.engine import compact as compact_module
-from lowwater.engine.compact import compact, room_of
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.real import RealFile, RealFiles
-from lowwater.engine.swap import COMPACT, COMPACTING, REPLACED, finish_swap
+from lowwater.engine.pages import compact as compact_module
+from lowwater.engine.pages.compact import compact, room_of
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.seams.real import RealFile, RealFiles
+from lowwater.engine.seams.swap import COMPACT, COMPACTING, REPLACED, finish_swap
 from lowwater.errors import Corrupt, DirectoryLocked, DiskFull, LowwaterError, NotFound
 
 
@@ -232,7 +232,7 @@ def test_a_tool_in_another_process_keeps_what_it_has_open(data: str) -> None:
     """Its map is of the file that was replaced; who opens the store afterwards has the new one."""
     before = content(f"{data}/pages")
     script = (
-        "import sys; from lowwater.engine.lmdb_store import LmdbPages\n"
+        "import sys; from lowwater.engine.pages.lmdb_store import LmdbPages\n"
         "store = LmdbPages.open(sys.argv[1], read_only=True)\n"
         "for line in sys.stdin: print(len(list(store.rows())), flush=True)"
     )

@@ -17,18 +17,19 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from lowwater.engine import compress, format
-from lowwater.engine.check import check_segment
-from lowwater.engine.compress import (
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import decode_frames
+from lowwater.engine.log import compress
+from lowwater.engine.log.check import check_segment
+from lowwater.engine.log.compress import (
     CompressedSegment,
     compress_segment,
     compressed_name,
     open_segment_file,
     verify_stored,
 )
-from lowwater.engine.entries import decode_frames
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.reader import SealedReader
+from lowwater.engine.log.reader import SealedReader
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.errors import Corrupt, NewerVersion, NotFound, NotLowwater
 
 

@@ -18,10 +18,11 @@ from lowwater import engine
 from lowwater.chaos.disk import Fault, FaultyFile, SimulatedCrash
 from lowwater.chaos.survival import Survival
 from lowwater.chaos.workload import RUNS_OPTIONS, SCRIPT_OPTIONS, Machine, script, script_of_runs
-from lowwater.engine import failpoints, recover
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.log import LogOptions
-from lowwater.engine.seams import SyncMode
+from lowwater.engine.log import recover
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.seams import failpoints
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.seams.seams import SyncMode
 from lowwater.errors import LowwaterError
 
 # Each mode with a seed; a `random` power loss has several outcomes worth looking at.

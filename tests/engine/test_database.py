@@ -22,16 +22,16 @@ import pytest
 import lowwater
 from lowwater import Database, Delete, Put
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
-from lowwater.engine import format
-from lowwater.engine.database import EngineOptions
-from lowwater.engine.failpoints import Failpoint
-from lowwater.engine.flush import AFTER_COMMIT, BEFORE_COMMIT
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.meta import META_KEY, META_VERSION
-from lowwater.engine.opening import open_with
-from lowwater.engine.pieces import Piece
+from lowwater.engine.database.database import EngineOptions
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.flush.flush import AFTER_COMMIT, BEFORE_COMMIT
+from lowwater.engine.format import format
+from lowwater.engine.log.log import LogOptions, Seams
+from lowwater.engine.log.pieces import Piece
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.seams.failpoints import Failpoint
+from lowwater.engine.state.meta import META_KEY, META_VERSION
 from lowwater.errors import (
     AlreadyExists,
     Closed,

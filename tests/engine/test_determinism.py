@@ -17,11 +17,11 @@ from tests.shares import shares
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.chaos.workload import CLUSTER_ID, SALT, Machine
-from lowwater.engine.chain import create_entry, seal_entry, settings_entry
-from lowwater.engine.entries import Delete, Put
-from lowwater.engine.format import FIXED, FIXED_BYTES, U64, Flag
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.format.entries import Delete, Put
+from lowwater.engine.format.format import FIXED, FIXED_BYTES, U64, Flag
+from lowwater.engine.log.chain import create_entry, seal_entry, settings_entry
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.seams.memory import MemoryFiles
 
 SCHEDULES = 100
 SEEDS = 200

@@ -21,15 +21,15 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine.chain import seal_entry, settings_entry
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.engine import Engine
-from lowwater.engine.entries import Control
-from lowwater.engine.format import Kind
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.pieces import Piece
-from lowwater.engine.requests import Request, members_of
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.engine import Engine
+from lowwater.engine.format.entries import Control
+from lowwater.engine.format.format import Kind
+from lowwater.engine.log.chain import seal_entry, settings_entry
+from lowwater.engine.log.log import LogOptions, Seams
+from lowwater.engine.log.pieces import Piece
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.state.requests import Request, members_of
 from lowwater.engine.testing.engine import CLUSTER_ID, HISTORY, SALT, EngineConformance, Place, feed
 from lowwater.engine.testing.orchestrator import OrchestratorConformance
 from lowwater.errors import (

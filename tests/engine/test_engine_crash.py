@@ -12,9 +12,9 @@ from tests.engine.engine_model import Driver, Machine, small_limits
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import Survival
-from lowwater.engine import failpoints
-from lowwater.engine.entries import Delete, Put
-from lowwater.engine.log import LogOptions
+from lowwater.engine.format.entries import Delete, Put
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.seams import failpoints
 
 Loss = tuple[Survival, int]
 LOSSES: tuple[Loss, ...] = (

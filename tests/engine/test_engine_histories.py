@@ -18,8 +18,8 @@ from tests.engine.log_frames import frames_from
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.entries import decode_payload
-from lowwater.engine.log import LogOptions
+from lowwater.engine.format.entries import decode_payload
+from lowwater.engine.log.log import LogOptions
 
 HISTORIES = 200
 SEEDS = 20

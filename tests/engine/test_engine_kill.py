@@ -17,10 +17,10 @@ import pytest
 from blake3 import blake3
 
 from lowwater import Database, Entry
-from lowwater.engine.database import EngineOptions
-from lowwater.engine.entries import decode_body
-from lowwater.engine.log import LogOptions
-from lowwater.engine.opening import open_with
+from lowwater.engine.database.database import EngineOptions
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.format.entries import decode_body
+from lowwater.engine.log.log import LogOptions
 
 # As many as have to hold once: `make chaos` runs 200.
 KILLS = int(os.environ.get("KILLS", "80"))
@@ -32,9 +32,9 @@ KILLS = int(os.environ.get("KILLS", "80"))
 SERVER = """
 import os, sys, threading, time
 from lowwater import Delete, Put
-from lowwater.engine.database import EngineOptions
-from lowwater.engine.log import LogOptions
-from lowwater.engine.opening import open_with
+from lowwater.engine.database.database import EngineOptions
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.database.opening import open_with
 from lowwater.errors import NotFound
 sys.path.insert(0, sys.argv[2])
 from engine_kill_load import THREADS, log_options, options, write_of
@@ -116,8 +116,8 @@ for line in sys.stdin:
 # What both sides know.
 LOAD = '''
 import random
-from lowwater.engine.database import EngineOptions
-from lowwater.engine.log import LogOptions
+from lowwater.engine.database.database import EngineOptions
+from lowwater.engine.log.log import LogOptions
 
 THREADS = 4
 KEYS = 3000

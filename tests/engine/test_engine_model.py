@@ -28,10 +28,11 @@ from tests.engine.transaction_model import Written
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine import merging, pages
-from lowwater.engine.entries import Delete, Put
-from lowwater.engine.pages import Page
-from lowwater.engine.ranges import Range
+from lowwater.engine.format import pages
+from lowwater.engine.format.entries import Delete, Put
+from lowwater.engine.format.pages import Page
+from lowwater.engine.pages import merging
+from lowwater.engine.state.ranges import Range
 from lowwater.errors import LowwaterError
 
 # `MODEL_STEPS=1000000 pytest tests/engine/test_engine_model.py -k chance` goes on for some minutes.

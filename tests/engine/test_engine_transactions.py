@@ -28,8 +28,8 @@ from lowwater import (
     Refusal,
     Write,
 )
-from lowwater.engine import decide
-from lowwater.engine.requests import Request, members_of
+from lowwater.engine.state import decide
+from lowwater.engine.state.requests import Request, members_of
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import InvalidEntry, LogDivergence, NotFound
 

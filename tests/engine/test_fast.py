@@ -28,16 +28,15 @@ import pytest
 from blake3 import blake3
 from tests.engine.compiled import blocks_left, needs_compiled, refused
 
-from lowwater.engine import database, fast, flush, format, pages, pieces, state
-from lowwater.engine.chain import Chain, LogSettings
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.fast import Begun, MergedRange, PutFrames, Superseded
-from lowwater.engine.format import FIXED_BYTES, FRAME_BYTES, U32, Extras, Kind, ValueRef
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.merging import Rules, merge_changes
-from lowwater.engine.opening import open_with
-from lowwater.engine.pages import (
+from lowwater.engine.database import database
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.flush import flush
+from lowwater.engine.format import fast, format, pages
+from lowwater.engine.format.fast import Begun, MergedRange, PutFrames, Superseded
+from lowwater.engine.format.format import FIXED_BYTES, FRAME_BYTES, U32, Extras, Kind, ValueRef
+from lowwater.engine.format.pages import (
     BUCKET,
     TOMBSTONE,
     UNSTAMPED,
@@ -48,9 +47,7 @@ from lowwater.engine.pages import (
     encode_page,
     stored_bytes,
 )
-from lowwater.engine.pieces import Piece, cut, cut_puts, frames_of
-from lowwater.engine.ranges import Layout, Older, Range, older_of
-from lowwater.engine.records import (
+from lowwater.engine.format.records import (
     VALUE_PLACE,
     Object,
     Record,
@@ -62,7 +59,14 @@ from lowwater.engine.records import (
     seq_of,
     small_record_bytes,
 )
-from lowwater.engine.references import Reference, encode_reference
+from lowwater.engine.format.references import Reference, encode_reference
+from lowwater.engine.log import pieces
+from lowwater.engine.log.chain import Chain, LogSettings
+from lowwater.engine.log.pieces import Piece, cut, cut_puts, frames_of
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.pages.merging import Rules, merge_changes
+from lowwater.engine.state import state
+from lowwater.engine.state.ranges import Layout, Older, Range, older_of
 from lowwater.errors import LowwaterError
 
 MIB = 2**20
@@ -88,8 +92,8 @@ def test_the_environment_says_to_do_without() -> None:
 
 def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout that was updated may have one that was built before."""
-    other = types.ModuleType("lowwater.engine._fast")
-    monkeypatch.setitem(sys.modules, "lowwater.engine._fast", other)
+    other = types.ModuleType("lowwater.engine.format._fast")
+    monkeypatch.setitem(sys.modules, "lowwater.engine.format._fast", other)
     monkeypatch.delenv("PURE_PYTHON", raising=False)
     assert fast._compiled()[0] is None
     other.VERSION = fast.VERSION + 1  # type: ignore[attr-defined]
@@ -1038,8 +1042,8 @@ def test_an_engine_has_the_same_log_pages_and_root_without_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes that were built with a compiler and without one are replicas of each other."""
-    monkeypatch.setattr("lowwater.engine.real.RealClock.now_us", lambda _: 1_700_000_000_000_000)
-    monkeypatch.setattr("lowwater.engine.real.RealRandomness.token", lambda _, size: b"t" * size)
+    monkeypatch.setattr("lowwater.engine.seams.real.RealClock.now_us", lambda _: 1_700_000_000_000_000)
+    monkeypatch.setattr("lowwater.engine.seams.real.RealRandomness.token", lambda _, size: b"t" * size)
     found = []
     merged: list[MergedRange | None] = []
 

@@ -1,4 +1,4 @@
-"""The compiled loops over frames of a log (`engine/_fast_frames.c`), each against Python's own."""
+"""The compiled loops over frames of a log (`engine/format/_fast_frames.c`), each against Python's own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from tests.engine.compiled import blocks_left, needs_compiled, refused
 
-from lowwater.engine import fast, format, replay, scan
-from lowwater.engine.fast import WalkedFrames
-from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, Extras, Flag, Kind, SegmentHeader
-from lowwater.engine.replay import Other, Part, Puts
-from lowwater.engine.scan import Scan
+from lowwater.engine.database import redo as replay
+from lowwater.engine.database.redo import Other, Part, Puts
+from lowwater.engine.format import fast, format
+from lowwater.engine.format.fast import WalkedFrames
+from lowwater.engine.format.format import FRAME_BYTES, HEADER_BYTES, Extras, Flag, Kind, SegmentHeader
+from lowwater.engine.log import scan
+from lowwater.engine.log.scan import Scan
 from lowwater.errors import LowwaterError
 
 MIB = 2**20

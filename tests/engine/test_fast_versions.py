@@ -25,15 +25,16 @@ from tests.engine.test_fast import (
     without_compiled,
 )
 
-from lowwater.engine import fast, flush, pages
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.fast import MergedRange
-from lowwater.engine.format import U32, U64, Extras, Kind
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.opening import open_with
-from lowwater.engine.pages import TOMBSTONE, UNSTAMPED, Boundaries, Page, encode_page
-from lowwater.engine.ranges import Older, add_older
-from lowwater.engine.records import Record, seq_of
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.flush import flush
+from lowwater.engine.format import fast, pages
+from lowwater.engine.format.fast import MergedRange
+from lowwater.engine.format.format import U32, U64, Extras, Kind
+from lowwater.engine.format.pages import TOMBSTONE, UNSTAMPED, Boundaries, Page, encode_page
+from lowwater.engine.format.records import Record, seq_of
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.state.ranges import Older, add_older
 
 MIB = 2**20
 
@@ -382,8 +383,8 @@ def test_an_engine_that_keeps_versions_has_the_same_pages_without_compiled_code(
     needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What anybody may still read is in them, and memory counts what left it, to the byte."""
-    monkeypatch.setattr("lowwater.engine.real.RealClock.now_us", lambda _: 1_700_000_000_000_000)
-    monkeypatch.setattr("lowwater.engine.real.RealRandomness.token", lambda _, size: b"t" * size)
+    monkeypatch.setattr("lowwater.engine.seams.real.RealClock.now_us", lambda _: 1_700_000_000_000_000)
+    monkeypatch.setattr("lowwater.engine.seams.real.RealRandomness.token", lambda _, size: b"t" * size)
     found = []
     merged: list[tuple[bool, MergedRange | None]] = []
 

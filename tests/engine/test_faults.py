@@ -13,9 +13,9 @@ from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.survival import Survival
 from lowwater.chaos.workload import DIRECTORY, SCRIPT_OPTIONS, Machine, script
-from lowwater.engine.directory import HINT, HINT_TEMPORARY, SPARE
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.directory import HINT, HINT_TEMPORARY, SPARE
+from lowwater.engine.log.log import Log, LogOptions, Seams
 from lowwater.errors import (
     Closed,
     Corrupt,

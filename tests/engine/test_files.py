@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from lowwater.chaos.disk import FaultyFiles
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.real import BLOCK_BYTES, STAGING_BYTES, RealFile, RealFiles, SequentialFile
-from lowwater.engine.seams import Files, SyncMode, write_all
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.real import BLOCK_BYTES, STAGING_BYTES, RealFile, RealFiles, SequentialFile
+from lowwater.engine.seams.seams import Files, SyncMode, write_all
 from lowwater.engine.testing.files import FilesConformance, Place
 
 LOCK_AND_WAIT = """
 import sys
-from lowwater.engine.real import RealFiles
+from lowwater.engine.seams.real import RealFiles
 
 lock = RealFiles().lock(sys.argv[1], "the other process")
 print("locked", flush=True)

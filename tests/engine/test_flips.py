@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from lowwater.engine.check import Finding, check_segment
-from lowwater.engine.compress import ZSTD_MAGIC, CompressedSegment, compress_segment
-from lowwater.engine.entries import Entry, decode_frames
-from lowwater.engine.reader import SealedReader
+from lowwater.engine.format.entries import Entry, decode_frames
+from lowwater.engine.log.check import Finding, check_segment
+from lowwater.engine.log.compress import ZSTD_MAGIC, CompressedSegment, compress_segment
+from lowwater.engine.log.reader import SealedReader
 from lowwater.errors import Corrupt, LowwaterError, NotLowwater
 
 CHUNKS = 8

@@ -1,4 +1,4 @@
-"""docs/FORMAT.md says what engine/format.py does, and the encoders and decoders keep the rules of the format.
+"""docs/FORMAT.md says what engine/format/format.py does; encoders and decoders keep the rules of the format.
 
 Always true of the first half: it compares every number of every table in the document with the code, so a
 change in either alone fails here.
@@ -15,11 +15,9 @@ from zlib import crc32
 import cbor2
 import pytest
 
-from lowwater.engine import before_images, chain, checksum, compress, directory, format
-from lowwater.engine.chain import LogSettings
-from lowwater.engine.directory import Hint
-from lowwater.engine.entries import Delete, Entry, Put, decode_frames, decode_payload
-from lowwater.engine.format import (
+from lowwater.engine.format import before_images, format
+from lowwater.engine.format.entries import Delete, Entry, Put, decode_frames, decode_payload
+from lowwater.engine.format.format import (
     NO_EXTRAS,
     Compression,
     Extras,
@@ -29,6 +27,10 @@ from lowwater.engine.format import (
     SegmentTrailer,
     ValueRef,
 )
+from lowwater.engine.log import chain, compress, directory
+from lowwater.engine.log.chain import LogSettings
+from lowwater.engine.log.directory import Hint
+from lowwater.engine.seams import checksum
 from lowwater.errors import Corrupt, InvalidEntry, NewerVersion, NotLowwater
 
 FORMAT_MD = Path(__file__).parent.parent.parent / "docs" / "FORMAT.md"

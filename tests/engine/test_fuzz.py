@@ -19,14 +19,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lowwater.engine import format
-from lowwater.engine.check import check_segment
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.directory import HINT, Hint, read_hint
-from lowwater.engine.entries import Entry, decode_frames, decode_payload
-from lowwater.engine.format import Extras, Flag, Kind, ValueRef
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.reader import SealedReader
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Entry, decode_frames, decode_payload
+from lowwater.engine.format.format import Extras, Flag, Kind, ValueRef
+from lowwater.engine.log.check import check_segment
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.directory import HINT, Hint, read_hint
+from lowwater.engine.log.reader import SealedReader
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.errors import InvalidEntry
 
 TESTS = Path(__file__).parent.parent

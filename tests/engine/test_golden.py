@@ -19,17 +19,17 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from lowwater.engine import format
-from lowwater.engine.check import check_directory, check_segment
-from lowwater.engine.compress import CompressedSegment, compress_segment, open_segment_file
-from lowwater.engine.directory import Hint, read_hint, require_hint
-from lowwater.engine.entries import Entry, decode_frames
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.reader import SealedReader
-from lowwater.engine.real import RealFiles
-from lowwater.engine.scan import scan_frames
-from lowwater.engine.seams import File
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Entry, decode_frames
+from lowwater.engine.log.check import check_directory, check_segment
+from lowwater.engine.log.compress import CompressedSegment, compress_segment, open_segment_file
+from lowwater.engine.log.directory import Hint, read_hint, require_hint
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.reader import SealedReader
+from lowwater.engine.log.scan import scan_frames
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.real import RealFiles
+from lowwater.engine.seams.seams import File
 from lowwater.errors import Corrupt, NewerVersion, NotFound, NotLowwater
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -405,7 +405,7 @@ def test_a_golden_segment_reads_to_the_same_columns(path: str) -> None:
     """Spark reads columns, and must find what others find."""
     pytest.importorskip("numpy")
     pytest.importorskip("pyarrow")
-    from lowwater.engine.columns import read_columns
+    from lowwater.engine.log.columns import read_columns
 
     if path.startswith(("current-torn/", "current-half-group/", "sealing-half-footer/")):
         with pytest.raises(Corrupt):

@@ -19,7 +19,7 @@ import pytest
 from blake3 import blake3
 
 from lowwater import read_checkpoint
-from lowwater.engine.checkpoints import open_checkpoint
+from lowwater.engine.checkpoint.checkpoints import open_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden_checkpoints"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text("utf-8"))

@@ -13,14 +13,14 @@ import pytest
 from blake3 import blake3
 from tests.engine.engine_model import Archive, ArchiveDown
 
-from lowwater.engine.blocks import NO_HASH, KnownColumns
-from lowwater.engine.checkpoints import StoredCheckpoint
-from lowwater.engine.ckpt import Checkpoint
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.install import install_references, meta_of_checkpoint
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.opening import open_with
-from lowwater.engine.references import is_reference
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
+from lowwater.engine.checkpoint.install import install_references, meta_of_checkpoint
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.format.blocks import NO_HASH, KnownColumns
+from lowwater.engine.format.ckpt import Checkpoint
+from lowwater.engine.format.references import is_reference
+from lowwater.engine.pages.lmdb_store import LmdbPages
 from lowwater.errors import AlreadyExists, Corrupt, NotFound, VersionGone
 
 LARGE = bytes(range(256)) * 9
@@ -130,7 +130,7 @@ def test_transactions_that_were_open_go_on(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their writes are in no block: redo begins with the first of them, and repeats what others wrote."""
-    from lowwater.engine import transactions
+    from lowwater.engine.database import transactions
 
     monkeypatch.setattr(transactions, "SPILL_ABOVE_BYTES", 500)
     archive = Archive()

@@ -1,4 +1,4 @@
-"""engine/interrupts.py: an interrupt at any instruction, and calls of signal handlers.
+"""engine/seams/interrupts.py: an interrupt at any instruction, and calls of signal handlers.
 
 `Walk` has a signal come at any one instruction at which Python looks for signals, be it of the package or of
 what that calls: Python calls the handler there, as it would otherwise.
@@ -29,11 +29,11 @@ import pytest
 
 import lowwater
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
-from lowwater.engine import transactions
-from lowwater.engine.database import Database
-from lowwater.engine.directory import CURRENT
-from lowwater.engine.entries import Delete, Put
-from lowwater.engine.log import Log, LogOptions, Seams
+from lowwater.engine.database import transactions
+from lowwater.engine.database.database import Database
+from lowwater.engine.format.entries import Delete, Put
+from lowwater.engine.log.directory import CURRENT
+from lowwater.engine.log.log import Log, LogOptions, Seams
 from lowwater.errors import AlreadyExists, Busy, Closed, LowwaterError, NotFound, VersionGone
 
 CONFIG = {"wal": {"sync_mode": "none"}}
@@ -275,13 +275,13 @@ def interrupt_everywhere(path: Path, name: str, most: int) -> None:
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("get", "engine/state.py"),
-        ("scan", "engine/reading.py"),
-        ("transaction", "engine/open_transactions.py"),
-        ("transaction", "engine/real.py"),
-        ("large_transaction", "engine/spill.py"),
+        ("get", "engine/state/state.py"),
+        ("scan", "engine/database/reads.py"),
+        ("transaction", "engine/database/open_transactions.py"),
+        ("transaction", "engine/seams/real.py"),
+        ("large_transaction", "engine/database/spill.py"),
         ("flush", "threading.py"),
-        ("flush", "engine/waiting.py"),
+        ("flush", "engine/seams/waiting.py"),
     ],
 )
 def test_nothing_is_held_after_an_interrupt(tmp_path: Path, name: str, file: str) -> None:
@@ -300,9 +300,9 @@ def test_nothing_is_held_after_an_interrupt(tmp_path: Path, name: str, file: str
 
 def test_a_read_that_waits_for_an_interrupted_write_ends(tmp_path: Path) -> None:
     """It is applied, and whoever has applied it was to say so."""
-    walk = Walk("engine/database.py")
+    walk = Walk("engine/database/database.py")
     with opened(tmp_path / "db") as db:
-        for at in places(lambda: db.put("b", "k", b"v"), 1000, 9, "engine/database.py"):
+        for at in places(lambda: db.put("b", "k", b"v"), 1000, 9, "engine/database/database.py"):
             awaited = db.marks().applied + 1
             found: Future[bytes] = Future()
 
@@ -326,10 +326,10 @@ def test_a_read_that_waits_for_an_interrupted_write_ends(tmp_path: Path) -> None
 
 def test_coroutines_that_wait_for_room_are_woken_after_an_interrupt() -> None:
     """There is room once a run was written, and who has written it was to say so."""
-    walk = Walk("engine/wal.py")
+    walk = Walk("engine/log/wal.py")
     entry = Put("b", "k", b"v")
     with Log.open(None) as log:
-        for at in places(lambda: log.append(entry), 1000, 10, "engine/wal.py"):
+        for at in places(lambda: log.append(entry), 1000, 10, "engine/log/wal.py"):
             told: list[object] = []
             loop: Any = SimpleNamespace(call_soon_threadsafe=lambda *args: told.append(args))  # noqa: B023
             waiter: Any = None
@@ -351,9 +351,9 @@ def test_a_handler_that_ships_is_told_that_it_cannot(tmp_path: Path) -> None:
 
     with lowwater.open(tmp_path / "db", tier=f"file://{tmp_path}/archive", config=CONFIG) as db:
         db.create_bucket("b")
-        for at in places(lambda: db.put("b", "k", b"v"), 5, 11, "engine/wal.py"):
+        for at in places(lambda: db.put("b", "k", b"v"), 5, 11, "engine/log/wal.py"):
             with handling(handler):
-                Walk("engine/wal.py").run(lambda: db.put("b", "k", b"v"), at)
+                Walk("engine/log/wal.py").run(lambda: db.put("b", "k", b"v"), at)
         assert len(refused) == 5
         assert db.ship() > 0
 
@@ -439,7 +439,7 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("file", ["engine/values.py", "engine/lmdb_store.py", "engine/cleanpages.py"])
+@pytest.mark.parametrize("file", ["log/values.py", "pages/lmdb_store.py", "state/cleanpages.py"])
 @pytest.mark.parametrize("call", ["put", "scan"])
 def test_a_call_of_a_handler_waits_for_nobody_who_waits_for_its_thread(
     tmp_path: Path, file: str, call: str
@@ -507,13 +507,13 @@ def test_a_handler_may_raise_what_it_was_refused_with(tmp_path: Path, name: str)
 
 
 OF_THE_SYSTEM: dict[str, tuple[str, Call]] = {
-    "checkpoint": ("engine/core.py", lambda db, value: (db.put("b", "k", value), db.checkpoint())),
-    "session": ("engine/entries.py", lambda db, value: db.session(ttl=60).close()),
+    "checkpoint": ("engine/database/core.py", lambda db, value: (db.put("b", "k", value), db.checkpoint())),
+    "session": ("engine/format/entries.py", lambda db, value: db.session(ttl=60).close()),
     "metadata": (
-        "engine/format.py",
+        "engine/format/format.py",
         lambda db, value: (db.put("b", "k", value, {"a": "b"}), [*db.scan("b")]),
     ),
-    "log": ("engine/real.py", lambda db, value: list(db.log(1))),
+    "log": ("engine/seams/real.py", lambda db, value: list(db.log(1))),
 }
 
 
@@ -557,7 +557,7 @@ def test_a_handler_may_close(tmp_path: Path, name: str) -> None:
 
 def test_a_handler_may_wait_for_a_future_where_one_is_waited_for() -> None:
     """All futures have one lock."""
-    walk = Walk("engine/tickets.py")
+    walk = Walk("engine/log/tickets.py")
     entry = Put("b", "k", b"v")
     seqs: list[int] = []
 

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import pytest
 
-from lowwater.engine.log import Log, LogOptions
+from lowwater.engine.log.log import Log, LogOptions
 
 # A warm interpreter that forks a writer for every line that it is sent: the number of the life. It says
 # "forked <pid>" and, once that one is dead, "dead". Between the two the writer says "<first seq> <key> ..."
@@ -20,10 +20,10 @@ from lowwater.engine.log import Log, LogOptions
 SERVER = """
 import dataclasses, os, random, sys, threading
 from zlib import crc32
-from lowwater.engine import columns
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.real import RealFile, SequentialFile
+from lowwater.engine.log import columns
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.seams.real import RealFile, SequentialFile
 
 directory, mode = sys.argv[1:]
 

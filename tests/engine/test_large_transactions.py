@@ -14,11 +14,13 @@ from tests.engine.transaction_model import OpenTransaction, Written
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import Survival
-from lowwater.engine import flush, spill, transaction_table, transactions
-from lowwater.engine.log import LogOptions
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.meta import META_KEY
-from lowwater.engine.transactions import Transaction
+from lowwater.engine.database import spill, transactions
+from lowwater.engine.database.transactions import Transaction
+from lowwater.engine.flush import flush
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.state import transaction_table
+from lowwater.engine.state.meta import META_KEY
 from lowwater.errors import Conflict, InputError, LimitExceeded, LowwaterError, NotEmpty
 
 LOSSES: tuple[Survival, ...] = ("lose", "keep", "torn", "prefix", "random")

@@ -1,4 +1,4 @@
-"""engine/listing.py: pages of keys and prefixes, held to what S3 says of them."""
+"""engine/database/listing.py: pages of keys and prefixes, held to what S3 says of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import lowwater
-from lowwater.engine.database import Database
-from lowwater.engine.records import Page
+from lowwater.engine.database.database import Database
+from lowwater.engine.format.records import Page
 from lowwater.errors import Conflict
 
 Listed = tuple[list[str], list[str]]

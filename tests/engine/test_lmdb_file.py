@@ -12,10 +12,19 @@ from pathlib import Path
 import pytest
 
 import lowwater
-from lowwater.engine import fast, lmdb_file, lmdb_store
-from lowwater.engine.lmdb_file import PAGE_HEAD, Damage, Found, check_file, check_values, read_roots, sum_of
-from lowwater.engine.lmdb_store import FORMAT, FORMAT_BEFORE, FORMAT_KEY, LmdbPages
-from lowwater.engine.real import RealFile, RealFiles
+from lowwater.engine.format import fast
+from lowwater.engine.pages import lmdb_file, lmdb_store
+from lowwater.engine.pages.lmdb_file import (
+    PAGE_HEAD,
+    Damage,
+    Found,
+    check_file,
+    check_values,
+    read_roots,
+    sum_of,
+)
+from lowwater.engine.pages.lmdb_store import FORMAT, FORMAT_BEFORE, FORMAT_KEY, LmdbPages
+from lowwater.engine.seams.real import RealFile, RealFiles
 from lowwater.errors import Corrupt, PagesDamaged
 
 GOLDEN = Path(__file__).parent.parent / "golden_pages"

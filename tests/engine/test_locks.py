@@ -1,4 +1,4 @@
-"""engine/locks.py: who gets a lock, who waits, who is the victim, and that nobody is forgotten."""
+"""engine/database/locks.py: who gets a lock, who waits, who is the victim, and that nobody is forgotten."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lowwater.engine import locks
-from lowwater.engine.locks import COMPATIBLE, JOINED, MODES, LockManager, LockTable, Mode, Resource, Waiting
-from lowwater.engine.real import RealClock
+from lowwater.engine.database import locks
+from lowwater.engine.database.locks import (
+    COMPATIBLE,
+    JOINED,
+    MODES,
+    LockManager,
+    LockTable,
+    Mode,
+    Resource,
+    Waiting,
+)
+from lowwater.engine.seams.real import RealClock
 from lowwater.errors import Closed, Deadlock, LockTimeout, RetryError
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from lowwater.engine import format
-from lowwater.engine.chain import create_entry, seal_entry, settings_entry
-from lowwater.engine.entries import Control, CreateBucket, Delete, DeleteBucket, Put
-from lowwater.engine.format import Extras, Kind, ValueRef
-from lowwater.engine.log import Log, LogOptions
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Control, CreateBucket, Delete, DeleteBucket, Put
+from lowwater.engine.format.format import Extras, Kind, ValueRef
+from lowwater.engine.log.chain import create_entry, seal_entry, settings_entry
+from lowwater.engine.log.log import Log, LogOptions
 from lowwater.errors import (
     Corrupt,
     DataError,
@@ -495,7 +495,7 @@ def test_a_second_process_is_told_who_has_the_directory(log: Log) -> None:
     """So that somebody can find out whether that one may be stopped."""
     code = """
 import sys
-from lowwater.engine.log import Log
+from lowwater.engine.log.log import Log
 from lowwater.errors import DirectoryLocked
 try:
     Log.open(sys.argv[1])

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import lowwater
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.locks import Owner
-from lowwater.engine.log import LogOptions
-from lowwater.engine.opening import open_with
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.locks import Owner
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.log.log import LogOptions
 from lowwater.errors import Conflict, Corrupt, Deadlock, LockTimeout
 from lowwater.metrics import (
     ENGINE_COUNTERS,

@@ -17,9 +17,9 @@ MARGIN_BYTES = 32 * 2**20
 STALLED = """
 import asyncio, json, sys, threading
 import psutil
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.real import RealFile, RealFiles
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.seams.real import RealFile, RealFiles
 from lowwater.errors import Busy
 
 directory, value_bytes, threads, queue_bytes_max = sys.argv[1], *map(int, sys.argv[2:])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lowwater.config import parse_bytes
-from lowwater.engine.fast import IS_COMPILED
+from lowwater.engine.format.fast import IS_COMPILED
 
 MIB = 2**20
 POOL_BYTES = 64 * MIB
@@ -27,9 +27,9 @@ FIXED_BYTES = 64 * MIB
 # One phase of a life, with the highest anonymous memory meanwhile.
 CHILD = '''
 import json, math, os, random, sys, threading
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.log import LogOptions
-from lowwater.engine.opening import open_with
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.database.opening import open_with
 
 path, phase = sys.argv[1:3]
 state_bytes, value_bytes, pool_bytes, cache_bytes = map(int, sys.argv[3:])

@@ -14,9 +14,9 @@ import pytest
 import lowwater
 from lowwater import Create, CreateBucket, Database, Engine, Put
 from lowwater.chaos.clock import VirtualClock
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.moments import duration_us, time_us_of
-from lowwater.engine.opening import open_with
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.format.moments import duration_us, time_us_of
+from lowwater.engine.log.log import LogOptions, Seams
 from lowwater.errors import Closed, InputError, LogDivergence, NotFound, TimedOut, VersionGone
 
 START = datetime(2026, 1, 31, 12, tzinfo=UTC)

@@ -17,10 +17,10 @@ import lowwater
 from lowwater import CreateBucket, Engine, Log, Put
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.cli.root import root
-from lowwater.engine.log import LogOptions
-from lowwater.engine.opening import open_with
-from lowwater.engine.ownership import read_owner
-from lowwater.engine.real import RealFiles
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.log.ownership import read_owner
+from lowwater.engine.seams.real import RealFiles
 from lowwater.engine.testing.engine import HISTORY, feed
 from lowwater.errors import Corrupt, InputError, LogDivergence
 

@@ -23,16 +23,16 @@ import pytest
 from tests.asked import Asked, in_a_child, prefixes_of, value_or_none
 
 import lowwater
-from lowwater.engine.chain import create_entry
-from lowwater.engine.lmdb_file import (
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.pages.lmdb_file import (
     BRANCH,
     LEAF,
     META_PAGES,
     NODE,
     PAGE_HEAD,
 )
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.real import RealFiles
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import LowwaterError
 
 FLIPS = int(os.environ.get("PAGE_FLIPS", "60"))

@@ -1,4 +1,4 @@
-"""docs/PAGES.md says what engine/pages.py does; pages come back as they were; merging loses no row.
+"""docs/PAGES.md says what engine/format/pages.py does; pages come back as they were; merging loses no row.
 
 Always true of the model: it keeps what `merge` must, key by key, in the plainest way, and knows no pages.
 """
@@ -18,8 +18,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowwater.engine import pages
-from lowwater.engine.pages import (
+from lowwater.engine.format import pages
+from lowwater.engine.format.pages import (
     BUCKET,
     PAGE_KEY_BYTES,
     REFERENCE,

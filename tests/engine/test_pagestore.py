@@ -20,10 +20,10 @@ import lmdb
 import pytest
 
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation, SimulatedCrash
-from lowwater.engine import lmdb_store
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.pagestore import PageStore
+from lowwater.engine.pages import lmdb_store
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.pages.pagestore import PageStore
 from lowwater.engine.testing.pagestore import PageStoreConformance, Place
 from lowwater.errors import (
     AlreadyExists,
@@ -195,7 +195,7 @@ def test_the_trace_of_the_stand_in_depends_on_what_was_written() -> None:
 
 WRITER = """
 import os, random, sys
-from lowwater.engine.lmdb_store import LmdbPages
+from lowwater.engine.pages.lmdb_store import LmdbPages
 
 pages = LmdbPages.open(sys.argv[1], map_bytes=1 << 20)
 number = int(pages.read_meta().get(b"number", b"0"))
@@ -350,7 +350,7 @@ def test_a_map_that_another_process_grew_is_adopted(tmp_path: Path, monkeypatch:
     LmdbPages.open(path).close()
     pages = LmdbPages.open(path, read_only=True, map_bytes=2**20)
     script = (
-        "import sys; from lowwater.engine.lmdb_store import LmdbPages; p = LmdbPages.open(sys.argv[1]);"
+        "import sys; from lowwater.engine.pages.lmdb_store import LmdbPages; p = LmdbPages.open(sys.argv[1]);"
         "p.write([(b'%04d' % n, bytes(5000)) for n in range(1000)], [], {b'n': b'1'}); p.close()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -510,7 +510,7 @@ def test_a_limit_on_the_size_of_files_ends_the_writing(tmp_path: Path) -> None:
 
 WITHOUT_ADDRESS_SPACE = """
 import resource, sys
-from lowwater.engine.lmdb_store import LmdbPages
+from lowwater.engine.pages.lmdb_store import LmdbPages
 from lowwater.errors import LogPoisoned
 
 pages = LmdbPages.open(sys.argv[1], map_bytes=1 << 20)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from lowwater.engine import posix_aio
-from lowwater.engine.posix_aio import WRITES_MAX, Requests
-from lowwater.engine.real import RealFiles, SequentialFile
-from lowwater.engine.seams import write_all
+from lowwater.engine.seams import posix_aio
+from lowwater.engine.seams.posix_aio import WRITES_MAX, Requests
+from lowwater.engine.seams.real import RealFiles, SequentialFile
+from lowwater.engine.seams.seams import write_all
 
 Writes = Sequence[tuple[int, int, int]]
 Write = Callable[[Requests, int, Writes], list[int]]
@@ -226,7 +226,7 @@ def test_requests_that_the_library_did_not_take_are_written_all_the_same(
 
 TOO_LARGE = """
 import errno, resource, sys
-from lowwater.engine.real import RealFiles
+from lowwater.engine.seams.real import RealFiles
 
 file = RealFiles().open(sys.argv[1], create=True, sequential=True)
 file.write_each(0, [b"a" * 10_000], "fdatasync")
@@ -298,7 +298,7 @@ def test_a_full_disk_ends_a_run_of_writes_in_its_middle(
 
 WRITE_AND_TELL = """
 import sys
-from lowwater.engine.real import RealFiles
+from lowwater.engine.seams.real import RealFiles
 
 files = RealFiles()
 lock = files.lock(sys.argv[1] + "/lock", "the writer")
@@ -480,7 +480,7 @@ def test_nothing_stays_of_files_that_were_closed(asking: SequentialFile, tmp_pat
 
 FORK = """
 import os, sys
-from lowwater.engine.real import RealFiles
+from lowwater.engine.seams.real import RealFiles
 
 def write(path):
     file = RealFiles().open(path, create=True, write=True, sequential=True)

@@ -15,11 +15,11 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles, SimulatedCrash
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.check import Finding, check_directory_steps
-from lowwater.engine.directory import read_names
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.real import RealFiles
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.check import Finding, check_directory_steps
+from lowwater.engine.log.directory import read_names
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import Closed, LowwaterError
 
 

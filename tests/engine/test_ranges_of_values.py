@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lowwater import Database
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.opening import open_with
-from lowwater.engine.real import RealFiles
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.log.log import LogOptions, Seams
+from lowwater.engine.seams.real import RealFiles
 from lowwater.engine.testing.damage import flip
 from lowwater.errors import ConditionFailed, Corrupt, InputError, NotFound
 

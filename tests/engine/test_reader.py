@@ -19,11 +19,11 @@ from tests.engine.log_frames import frames_from
 
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.workload import Machine
-from lowwater.engine.entries import Entry, Put
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.reader import SealedReader, place_of
-from lowwater.engine.real import RealFile, RealFiles
-from lowwater.engine.ring import Chunk
+from lowwater.engine.format.entries import Entry, Put
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.reader import SealedReader, place_of
+from lowwater.engine.log.ring import Chunk
+from lowwater.engine.seams.real import RealFile, RealFiles
 from lowwater.errors import Corrupt, NotFound
 
 SMALL = LogOptions(segment_bytes=4096, block_bytes=1024)
@@ -416,8 +416,8 @@ def test_a_colder_source_that_repeats_itself_is_an_error(purged: tuple[Log, list
 READ_MUCH = """
 import sys
 import psutil
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log, LogOptions
 
 def rss():
     return psutil.Process().memory_info().rss

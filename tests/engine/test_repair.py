@@ -1,4 +1,4 @@
-"""engine/repair: a copy holds what is good and nothing else, and the report says what is missing."""
+"""engine/log/repair: a copy holds what is good and nothing else, and the report says what is missing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from lowwater.engine.chain import settings_entry
-from lowwater.engine.check import check_directory
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.directory import HINT, Hint, read_sealed, segment_name, write_hint
-from lowwater.engine.entries import Entry, Put
-from lowwater.engine.format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.real import RealFile, RealFiles
-from lowwater.engine.repair import RepairReport, repair_log
+from lowwater.engine.format.entries import Entry, Put
+from lowwater.engine.format.format import FRAME_BYTES, HEADER_BYTES, TRAILER_BYTES
+from lowwater.engine.log.chain import settings_entry
+from lowwater.engine.log.check import check_directory
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.directory import HINT, Hint, read_sealed, segment_name, write_hint
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.log.repair import RepairReport, repair_log
+from lowwater.engine.seams.real import RealFile, RealFiles
 from lowwater.engine.testing.damage import (
     current_path,
     flip,
@@ -604,7 +604,7 @@ def test_nobody_can_open_the_source_while_it_is_repaired(source: str, target: st
 
 
 def repair_steps_of(source: str, target: str) -> Iterator[Any]:
-    from lowwater.engine.repair import repair_steps
+    from lowwater.engine.log.repair import repair_steps
 
     return repair_steps(FILES, source, target)
 
@@ -741,8 +741,8 @@ def test_a_killed_repair_leaves_no_copy_and_does_not_disturb_the_next(source: st
 
 _REPAIR_AND_HANG = """
 import sys
-from lowwater.engine.real import RealFiles
-from lowwater.engine.repair import repair_log
+from lowwater.engine.seams.real import RealFiles
+from lowwater.engine.log.repair import repair_log
 
 class HangingFiles(RealFiles):
     def rename(self, old, new):

@@ -1,4 +1,4 @@
-"""engine/replay.py: reading the log while it is opened."""
+"""engine/database/redo.py: reading the log while it is opened."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import lowwater
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.opening import open_with
-from lowwater.engine.replay import parts_from
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.database.redo import parts_from
+from lowwater.engine.log.log import Log, LogOptions, Seams
 from lowwater.errors import Corrupt, DiskFailed
 
 SMALL_SEGMENTS = LogOptions(segment_bytes=65536, block_bytes=4096)

@@ -20,18 +20,18 @@ import lowwater
 from lowwater import Copy, CreateBucket, Delete, Outcome, Put, Refusal, RequestId, Write
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine import engine as engine_module
-from lowwater.engine import meta as meta_module
-from lowwater.engine import request_id
-from lowwater.engine import sessions as engine_sessions
-from lowwater.engine.chain import checkpoint_entry
-from lowwater.engine.entries import Control
-from lowwater.engine.flush import Flusher
-from lowwater.engine.format import Kind
-from lowwater.engine.log import LogOptions
-from lowwater.engine.request_id import RESULTS_MAX, as_request_id, request_of_word
-from lowwater.engine.requests import Request
-from lowwater.engine.sessions import Result, Session, Sessions, session_key
+from lowwater.engine.database import engine as engine_module
+from lowwater.engine.flush.flush import Flusher
+from lowwater.engine.format import request_id
+from lowwater.engine.format.entries import Control
+from lowwater.engine.format.format import Kind
+from lowwater.engine.format.request_id import RESULTS_MAX, as_request_id, request_of_word
+from lowwater.engine.log.chain import checkpoint_entry
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.state import meta as meta_module
+from lowwater.engine.state import sessions as engine_sessions
+from lowwater.engine.state.requests import Request
+from lowwater.engine.state.sessions import Result, Session, Sessions, session_key
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import (
     AlreadyExists,

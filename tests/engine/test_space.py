@@ -1,4 +1,4 @@
-"""engine/space.py: what is kept back of the disk, on each file system that a database lies on."""
+"""engine/database/space.py: what is kept back of the disk, on each file system that a database lies on."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lowwater
-from lowwater.engine.database import Database
+from lowwater.engine.database.database import Database
 from lowwater.errors import InputError, InternalError, InvalidEntry, LowwaterError, NotFound, TransactionEnded
 
 WRONG: list[Any] = [

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from lowwater.engine.tickets import AppendFuture
+from lowwater.engine.log.tickets import AppendFuture
 from lowwater.errors import LogPoisoned
 
 

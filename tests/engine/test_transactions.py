@@ -1,4 +1,4 @@
-"""engine/transactions.py: what others see of a transaction, what it sees of others, and who wins."""
+"""engine/database/transactions.py: what others see of a transaction, what it sees of others, and who wins."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 import lowwater
 from lowwater.chaos.clock import VirtualClock
-from lowwater.engine import transactions
-from lowwater.engine.database import Database, EngineOptions
-from lowwater.engine.log import Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.opening import open_with
-from lowwater.engine.transactions import Transaction
+from lowwater.engine.database import transactions
+from lowwater.engine.database.database import Database, EngineOptions
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.database.transactions import Transaction
+from lowwater.engine.log.log import Seams
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.errors import (
     Conflict,
     Deadlock,

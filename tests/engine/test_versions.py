@@ -16,11 +16,11 @@ from tests.engine.test_engine import CREATE, Node
 import lowwater
 from lowwater import CreateBucket, Delete, Engine, Put, Refusal
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.entries import Control, decode_body
-from lowwater.engine.format import Kind
-from lowwater.engine.requests import Request
+from lowwater.engine.database.upkeep import VersionPolicy
+from lowwater.engine.format.entries import Control, decode_body
+from lowwater.engine.format.format import Kind
+from lowwater.engine.state.requests import Request
 from lowwater.engine.testing.engine import feed
-from lowwater.engine.upkeep import VersionPolicy
 from lowwater.errors import Closed, InputError, InvalidConfig, InvalidEntry, NotFound, VersionGone
 
 

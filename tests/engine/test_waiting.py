@@ -1,4 +1,4 @@
-"""engine/waiting.py: what an interrupt leaves of a condition and of an event."""
+"""engine/seams/waiting.py: what an interrupt leaves of a condition and of an event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from tests.engine.test_interrupts import Walk, elsewhere, places
 
-from lowwater.engine.waiting import Condition, Event
+from lowwater.engine.seams.waiting import Condition, Event
 
 
 @pytest.mark.parametrize("is_woken", [False, True])
@@ -33,9 +33,9 @@ def test_a_condition_that_is_interrupted_gives_its_lock_back(is_woken: bool) -> 
             if waker is not None and waker.ident is not None:
                 waker.join()
 
-    for at in places(wait, 1000, 1, "engine/waiting.py"):
+    for at in places(wait, 1000, 1, "engine/seams/waiting.py"):
         with suppress(KeyboardInterrupt):
-            Walk("engine/waiting.py").run(wait, at)
+            Walk("engine/seams/waiting.py").run(wait, at)
         assert not lock._is_owned()  # type: ignore[attr-defined]
         elsewhere(notify)
         assert not condition._sleepers
@@ -72,10 +72,10 @@ def test_an_event_that_is_interrupted_happens_for_the_others(happens_first: bool
         event.set()
         assert event.wait()
 
-    for at in places(lambda: wait_and_set(Event()), 1000, 2, "engine/waiting.py"):
+    for at in places(lambda: wait_and_set(Event()), 1000, 2, "engine/seams/waiting.py"):
         event = Event()
         with suppress(KeyboardInterrupt):
-            Walk("engine/waiting.py").run(lambda: wait_and_set(event), at)  # noqa: B023
+            Walk("engine/seams/waiting.py").run(lambda: wait_and_set(event), at)  # noqa: B023
         others = [threading.Thread(target=event.wait) for _ in range(2)]
         for each in others:
             each.start()

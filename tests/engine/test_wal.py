@@ -21,13 +21,13 @@ from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.workload import Machine
-from lowwater.engine import tickets
-from lowwater.engine.chain import settings_entry
-from lowwater.engine.directory import CURRENT
-from lowwater.engine.entries import Delete, Put
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.real import RealFiles
-from lowwater.engine.wal import Wal
+from lowwater.engine.format.entries import Delete, Put
+from lowwater.engine.log import tickets
+from lowwater.engine.log.chain import settings_entry
+from lowwater.engine.log.directory import CURRENT
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.wal import Wal
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import Busy, Closed, InputError, NotFound
 
 
@@ -201,7 +201,7 @@ def test_who_is_interrupted_before_it_wakes_another_does_so_when_it_leaves(
             raise KeyboardInterrupt
         tickets.wake_next(ticket)
 
-    monkeypatch.setattr("lowwater.engine.wal.wake_next", wake_next)
+    monkeypatch.setattr("lowwater.engine.log.wal.wake_next", wake_next)
     disk.gate.set()
     assert leader.result(timeout=60) == 2
     errors = [each.exception(timeout=60) for each in others]
@@ -637,9 +637,9 @@ def test_an_append_that_meets_a_close_is_durable_or_refused(round_: int, tmp_pat
 
 CTRL_C = """
 import ctypes, random, sys, threading
-from lowwater.engine import tickets
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions
+from lowwater.engine.log import tickets
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log, LogOptions
 from lowwater.errors import LowwaterError
 
 tickets.WOKEN_AT_ONCE = 2
@@ -695,10 +695,10 @@ def test_ctrl_c_in_an_appending_thread_leaves_nobody_waiting(seed: int, threads:
 
 SIGINT = """
 import os, signal, sys, threading
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log
 from lowwater.chaos.disk import Fault, FaultyFiles
-from lowwater.engine.log import Seams
+from lowwater.engine.log.log import Seams
 
 gate = threading.Event()
 stuck = threading.Event()

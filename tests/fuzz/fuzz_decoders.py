@@ -38,20 +38,21 @@ else:
     _instrument = nullcontext()
 
 with _instrument:
-    from lowwater.engine import compress, footer, format
-    from lowwater.engine.check import check_directory, check_segment
-    from lowwater.engine.compress import CompressedSegment
-    from lowwater.engine.describe import describe_segment
-    from lowwater.engine.directory import Hint
-    from lowwater.engine.dump import Selection, dump_entries
-    from lowwater.engine.entries import Entry, decode_body, decode_frames, decode_payload
-    from lowwater.engine.footer import footer_steps, vectorised
-    from lowwater.engine.format import SegmentHeader, SegmentTrailer
-    from lowwater.engine.memory import MemoryFiles
-    from lowwater.engine.reader import SealedReader
-    from lowwater.engine.recover import inspect_directory
-    from lowwater.engine.salvage import Skipped, salvage_frames
-    from lowwater.engine.scan import find_frame, scan_frames
+    from lowwater.engine.format import format
+    from lowwater.engine.format.entries import Entry, decode_body, decode_frames, decode_payload
+    from lowwater.engine.format.format import SegmentHeader, SegmentTrailer
+    from lowwater.engine.log import compress, footer
+    from lowwater.engine.log.check import check_directory, check_segment
+    from lowwater.engine.log.compress import CompressedSegment
+    from lowwater.engine.log.describe import describe_segment
+    from lowwater.engine.log.directory import Hint
+    from lowwater.engine.log.dump import Selection, dump_entries
+    from lowwater.engine.log.footer import footer_steps, vectorised
+    from lowwater.engine.log.reader import SealedReader
+    from lowwater.engine.log.recover import inspect_directory
+    from lowwater.engine.log.salvage import Skipped, salvage_frames
+    from lowwater.engine.log.scan import find_frame, scan_frames
+    from lowwater.engine.seams.memory import MemoryFiles
     from lowwater.errors import Corrupt, LowwaterError
 
 columns = vectorised()

@@ -24,15 +24,15 @@ import cbor2
 import zstandard
 from blake3 import blake3
 
-from lowwater.engine import format
-from lowwater.engine.chain import create_entry
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.directory import Hint
-from lowwater.engine.footer import footer_steps
-from lowwater.engine.format import Extras, Kind, SegmentHeader, SegmentTrailer, ValueRef
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.seams import Step
+from lowwater.engine.format import format
+from lowwater.engine.format.format import Extras, Kind, SegmentHeader, SegmentTrailer, ValueRef
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.directory import Hint
+from lowwater.engine.log.footer import footer_steps
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.seams import Step
 
 HERE = Path(__file__).parent
 FORMAT_MD = HERE.parent.parent / "docs" / "FORMAT.md"

@@ -18,10 +18,10 @@ sys.path[:0] = [f"{HERE}/../.."]
 from tests.engine.engine_model import CLUSTER_ID  # noqa: E402
 from tests.tiering.lines import Line  # noqa: E402
 
-from lowwater.engine.catalogue import checkpoint_shipped_entry, describe_checkpoint  # noqa: E402
-from lowwater.engine.checkpoints import read_file  # noqa: E402
-from lowwater.engine.compress import compress_segment  # noqa: E402
-from lowwater.engine.memory import MemoryFiles  # noqa: E402
+from lowwater.engine.checkpoint.checkpoints import read_file  # noqa: E402
+from lowwater.engine.log.compress import compress_segment  # noqa: E402
+from lowwater.engine.seams.memory import MemoryFiles  # noqa: E402
+from lowwater.engine.state.catalogue import checkpoint_shipped_entry, describe_checkpoint  # noqa: E402
 from lowwater.tiering import names  # noqa: E402
 from lowwater.tiering.archive import Archive, open_archive  # noqa: E402
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore  # noqa: E402

@@ -17,15 +17,15 @@ from blake3 import blake3
 
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.runner import StepRunner
-from lowwater.engine.chain import Create, checkpoint_entry
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.decide import Refusal
-from lowwater.engine.engine import Engine
-from lowwater.engine.entries import Control, Copy, CreateBucket, Delete, Put, Write
-from lowwater.engine.format import Kind
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.memory_pages import MemoryPages
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.engine import Engine
+from lowwater.engine.format.entries import Control, Copy, CreateBucket, Delete, Put, Write
+from lowwater.engine.format.format import Kind
+from lowwater.engine.log.chain import Create, checkpoint_entry
+from lowwater.engine.log.log import LogOptions, Seams
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.state.decide import Refusal
 
 HERE = Path(__file__).parent
 DIRECTORIES = ("checkpoints", "packs")

@@ -18,9 +18,9 @@ from typing import Any
 from tests.asked import Asked, prefixes_of, value_or_none
 
 import lowwater
-from lowwater.engine.chain import create_entry
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.real import RealFiles
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.seams.real import RealFiles
 
 BUCKET = "b"
 KEYS = 150

@@ -8,12 +8,12 @@ from typing import Any
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles
 from lowwater.chaos.runner import StepRunner
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.tiering.opening import open_tiered
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.log.log import LogOptions, Seams
+from lowwater.engine.pages.memory_pages import MemoryPages
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.store import Store
+from lowwater.tiering.tiered_opening import open_tiered
 
 QUIET = EngineOptions(transaction_age_max_s=None, checkpoint_interval_s=None)
 SMALL = LogOptions(segment_bytes=16_384, block_bytes=4096, segment_age_max_s=1e6)

@@ -10,7 +10,7 @@ import pytest
 from tests.recovery.shipped import Place, checkpoint, opened, ship
 
 import lowwater
-from lowwater.engine.origin import RESTORING
+from lowwater.engine.database.origin import RESTORING
 from lowwater.errors import (
     AlreadyExists,
     Corrupt,
@@ -21,9 +21,9 @@ from lowwater.errors import (
     NotFound,
     VersionGone,
 )
-from lowwater.recovery.opening import open_to_read
-from lowwater.recovery.plan import plan_with
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restore_plan import plan_with
+from lowwater.recovery.restored_opening import open_to_read
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 
 URI = "memory://named"

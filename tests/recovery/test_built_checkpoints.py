@@ -9,12 +9,12 @@ from typing import Any
 from tests.recovery.shipped import Place
 from tests.spark.fed import BUCKETS, Fed
 
-from lowwater.engine.blocks import hash_of
-from lowwater.engine.catalogue import describe_checkpoint
-from lowwater.engine.ckpt import decode_checkpoint, encode_checkpoint, name_of
-from lowwater.engine.entries import CreateBucket, Put
-from lowwater.recovery.opening import open_to_read
+from lowwater.engine.format.blocks import hash_of
+from lowwater.engine.format.ckpt import decode_checkpoint, encode_checkpoint, name_of
+from lowwater.engine.format.entries import CreateBucket, Put
+from lowwater.engine.state.catalogue import describe_checkpoint
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_to_read
 from lowwater.tiering.built_checkpoints import built_checkpoints
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.folder_store import FolderStore

@@ -12,20 +12,20 @@ from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, ope
 from tests.recovery.test_going_on import shipped
 
 import lowwater
-from lowwater.engine.check import Finding
-from lowwater.engine.origin import read_origin
+from lowwater.engine.database.origin import read_origin
+from lowwater.engine.log.check import Finding
 from lowwater.errors import Corrupt, Fenced, InvalidConfig, NotFound, OtherCluster
-from lowwater.recovery.opening import open_restored
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_restored
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.lineage import Lineage
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.names import STATES
 from lowwater.tiering.objects import Parent, decode_cluster, encode_cluster
-from lowwater.tiering.opening import TierOptions
 from lowwater.tiering.retention import RetentionOptions
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.shipper import ShippingOptions
+from lowwater.tiering.tiered_opening import TierOptions
 
 PURGING = TierOptions(
     shipping=ShippingOptions(uploads_at_once=1),

@@ -10,7 +10,7 @@ from tests.recovery.test_clones import Copy, World, parent_in
 from tests.recovery.test_going_on import Restoring
 
 from lowwater.chaos.runner import StepRunner
-from lowwater.engine import checkpointer
+from lowwater.engine.checkpoint import checkpointer
 from lowwater.errors import Corrupt, RetryError, StoreUnavailable
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.names import PACKS

@@ -12,13 +12,13 @@ from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, ope
 
 import lowwater
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.engine.failpoints import registry
-from lowwater.engine.origin import ORIGIN, read_origin
-from lowwater.engine.real import ThreadRunner, ThreadTask
-from lowwater.engine.seams import Step
+from lowwater.engine.database.origin import ORIGIN, read_origin
+from lowwater.engine.seams.failpoints import registry
+from lowwater.engine.seams.real import ThreadRunner, ThreadTask
+from lowwater.engine.seams.seams import Step
 from lowwater.errors import Corrupt, Fenced, InputError
-from lowwater.recovery.opening import open_restored
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_restored
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.names import STATES, segment_name

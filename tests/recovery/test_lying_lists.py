@@ -24,15 +24,15 @@ from tests.recovery.everything import BUCKET, Everything, ask_all, close, scanne
 from tests.tiering.proxy import Answer, Request, proxied
 
 import lowwater
-from lowwater.engine.core import EngineOptions
+from lowwater.engine.database.core import EngineOptions
 from lowwater.errors import Fenced, LowwaterError
 from lowwater.recovery.restore import restore_with
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.names import EPOCHS, MANIFESTS, WAL, parse
-from lowwater.tiering.opening import open_tiered
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.store import Found
 from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
+from lowwater.tiering.tiered_opening import open_tiered
 
 COUNT = int(os.environ.get("LIST_LIES", "40"))
 SEED = 20_261_122

@@ -26,8 +26,8 @@ from tests.tiering.proxy import Answer, Request, proxied
 import lowwater
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.cli.root import root
-from lowwater.engine.failpoints import registry
-from lowwater.engine.origin import ORIGIN, RESTORING
+from lowwater.engine.database.origin import ORIGIN, RESTORING
+from lowwater.engine.seams.failpoints import registry
 from lowwater.errors import (
     AlreadyExists,
     Corrupt,

@@ -8,10 +8,10 @@ import pytest
 from tests.engine.test_sessions import tables
 from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, opened, ship
 
-from lowwater.engine.origin import read_origin
+from lowwater.engine.database.origin import read_origin
 from lowwater.errors import InputError, NotFound
-from lowwater.recovery.opening import open_restored, open_to_read
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_restored, open_to_read
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 
 

@@ -12,12 +12,12 @@ from tests.recovery.replayed import Replayed
 from tests.recovery.shipped import QUIET, SMALL, Place, checkpoint, content, opened, ship
 
 from lowwater import Delete, Put
-from lowwater.engine import transactions
-from lowwater.engine.chain import create_entry
-from lowwater.engine.log import Log
-from lowwater.engine.origin import read_origin
-from lowwater.recovery.opening import open_restored, open_to_read
+from lowwater.engine.database import transactions
+from lowwater.engine.database.origin import read_origin
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.log import Log
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_restored, open_to_read
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

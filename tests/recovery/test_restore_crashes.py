@@ -10,14 +10,14 @@ import pytest
 from tests.recovery.shipped import QUIET, Place, checkpoint, content, opened, ship
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import FaultyStore
+from lowwater.chaos.failing_store import FaultyStore
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.failpoints import registry
-from lowwater.engine.opening import open_with
-from lowwater.engine.origin import ORIGIN, RESTORING, read_origin
+from lowwater.engine.database.opening import open_with
+from lowwater.engine.database.origin import ORIGIN, RESTORING, read_origin
+from lowwater.engine.seams.failpoints import registry
 from lowwater.errors import Corrupt, NotFound, StoreUnavailable
-from lowwater.recovery.opening import open_to_read
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_to_read
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 
 
@@ -146,14 +146,14 @@ def _named(client: Any, uri: str) -> Any:
 
 
 def _fault_at(number: int) -> Callable[[Any], Any]:
-    from lowwater.chaos.store import Fault
+    from lowwater.chaos.failing_store import Fault
 
     return lambda operation: Fault(error="unavailable") if operation.number == number else None
 
 
 def test_damage_on_the_way_heals_and_damage_in_the_store_is_told(shipped: Shipped) -> None:
     """Whichever read it is."""
-    from lowwater.chaos.store import Fault
+    from lowwater.chaos.failing_store import Fault
 
     number = healed = 0
     while True:

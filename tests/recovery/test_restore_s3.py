@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lowwater
-from lowwater.engine.origin import ORIGIN
+from lowwater.engine.database.origin import ORIGIN
 from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.recovery.shipped import checkpoint, ship
 from tests.recovery.test_going_on import Restoring, shipped
 
-from lowwater.engine.check import Finding
+from lowwater.engine.log.check import Finding
 from lowwater.errors import Fenced
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore

@@ -23,15 +23,15 @@ from tests.recovery.shipped import QUIET, Place, checkpoint, opened, ship
 from tests.spark.fed import random_archive
 
 from lowwater import Delete, Put, Transaction
-from lowwater.engine import transactions
-from lowwater.engine.chain import create_entry
-from lowwater.engine.format import Compression
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.origin import read_origin
-from lowwater.engine.records import Object
+from lowwater.engine.database import transactions
+from lowwater.engine.database.origin import read_origin
+from lowwater.engine.format.format import Compression
+from lowwater.engine.format.records import Object
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.log import Log, LogOptions
 from lowwater.errors import Fenced, InputError, NotFound, RetryError, VersionGone
-from lowwater.recovery.opening import open_restored
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_restored
 from lowwater.tiering.folder_store import FolderStore
 
 CLUSTER_ID = bytes(range(16))

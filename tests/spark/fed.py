@@ -13,9 +13,8 @@ from typing import Any
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.disk import FaultyFiles
 from lowwater.chaos.runner import StepRunner
-from lowwater.engine.chain import Create
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.entries import (
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.format.entries import (
     Abort,
     Begin,
     Commit,
@@ -27,13 +26,14 @@ from lowwater.engine.entries import (
     Put,
     Write,
 )
-from lowwater.engine.format import Kind
-from lowwater.engine.log import LogOptions, Seams
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.requests import members_of
+from lowwater.engine.format.format import Kind
+from lowwater.engine.log.chain import Create
+from lowwater.engine.log.log import LogOptions, Seams
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.state.requests import members_of
 from lowwater.tiering.folder_store import FolderStore
-from lowwater.tiering.opening import Engine
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
+from lowwater.tiering.tiered_opening import Engine
 
 BUCKETS = ("a", "b", "bücket")
 

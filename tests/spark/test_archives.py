@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.spark.archives import archives
 
-from lowwater.engine import format
-from lowwater.engine.format import Flag
+from lowwater.engine.format import format
+from lowwater.engine.format.format import Flag
 from lowwater.spark.plan import parts, pin
 from lowwater.spark.segments import raw_batches
 

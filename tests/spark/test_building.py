@@ -14,11 +14,11 @@ from tests.shares import shares
 from tests.spark.archives import archive_of
 from tests.spark.fed import BUCKETS, Fed, random_archive
 
-from lowwater.engine.ckpt import decode_checkpoint
-from lowwater.engine.entries import CreateBucket, Put
+from lowwater.engine.format.ckpt import decode_checkpoint
+from lowwater.engine.format.entries import CreateBucket, Put
 from lowwater.errors import Corrupt, InvalidEntry, StoreCorrupt, VersionGone
-from lowwater.recovery.opening import open_to_read
 from lowwater.recovery.restore import restore_with
+from lowwater.recovery.restored_opening import open_to_read
 from lowwater.spark import building, plan
 from lowwater.spark.building import build_checkpoint, root_as_of
 from lowwater.tiering.built_checkpoints import built_checkpoints

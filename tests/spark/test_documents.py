@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS
+from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS
 from lowwater.spark.options import _NAMES, OPTIONS, Options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operating" / "spark.md").read_text()

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 from blake3 import blake3
 
-from lowwater.engine import packing
-from lowwater.engine.packing import Packing
+from lowwater.engine.checkpoint import packing
+from lowwater.engine.checkpoint.packing import Packing
 from lowwater.spark.building import _Layout, _write_to, packed
-from lowwater.spark.columns import as_arrow
 from lowwater.spark.cutting import BLOCK_TYPES, described_in
+from lowwater.spark.entry_columns import as_arrow
 
 TYPES = {name: kind for name, kind in BLOCK_TYPES.items() if name not in ("is_block", "data")}
 BLOCK_BYTES = 4000

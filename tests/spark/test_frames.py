@@ -12,9 +12,9 @@ from tests.shares import shares
 from tests.spark.archives import RandomArchive, archive_of
 from tests.spark.fed import Fed, random_archive
 
-from lowwater.engine.entries import Begin, Commit, CreateBucket, Delete, Put, Write
+from lowwater.engine.format.entries import Begin, Commit, CreateBucket, Delete, Put, Write
 from lowwater.errors import InvalidConfig, InvalidEntry, LowwaterError, VersionGone
-from lowwater.spark import archive as spark_archive
+from lowwater.spark import pinned_archive as spark_archive
 from lowwater.spark import plan
 from lowwater.spark.frames import changes, log_frame, state_as_of, versions
 

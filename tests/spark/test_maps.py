@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowwater.engine.format import decode_metadata, encode_metadata
+from lowwater.engine.format.format import decode_metadata, encode_metadata
 from lowwater.errors import Corrupt
 from lowwater.spark import maps
 

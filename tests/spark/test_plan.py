@@ -13,8 +13,8 @@ import pytest
 from tests.spark.fed import Fed, random_archive
 
 import lowwater
-from lowwater.engine.log import Log
-from lowwater.engine.real import RealClock
+from lowwater.engine.log.log import Log
+from lowwater.engine.seams.real import RealClock
 from lowwater.errors import (
     Corrupt,
     InvalidConfig,
@@ -28,9 +28,9 @@ from lowwater.errors import (
     VersionGone,
 )
 from lowwater.spark import plan
-from lowwater.spark.archive import Base
-from lowwater.spark.columns import COLUMNS
+from lowwater.spark.entry_columns import COLUMNS
 from lowwater.spark.options import parse
+from lowwater.spark.pinned_archive import Base
 from lowwater.spark.plan import Pinned, Selection, creation_of, parts, piece_bytes, pin, seq_of
 from lowwater.spark.segments import raw_batches
 from lowwater.tiering.fetcher import Fetcher

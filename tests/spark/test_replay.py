@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.spark.fed import Fed, random_archive
 
-from lowwater.engine.entries import Copy, CreateBucket, Put
+from lowwater.engine.format.entries import Copy, CreateBucket, Put
 from lowwater.spark import plan, reading, segments
 from lowwater.spark.plan import EVERYTHING, Part, Pinned, Selection, parts, pin, shares
 from lowwater.spark.reading import Segments, Stretch
@@ -202,7 +202,7 @@ def test_all_versions_are_those_that_reads_at_seqs_return(tmp_path: Path) -> Non
 
 def test_roll_backs_undo_what_lies_between_also_across_parts(tmp_path: Path) -> None:
     """Of a transaction with nested roll-backs each frame is a part of its own."""
-    from lowwater.engine.entries import Abort, Begin, Commit, CreateBucket, Put
+    from lowwater.engine.format.entries import Abort, Begin, Commit, CreateBucket, Put
 
     fed = Fed(tmp_path / "archive", 1)
     fed.order(CreateBucket("a"))
@@ -234,7 +234,7 @@ def test_roll_backs_undo_what_lies_between_also_across_parts(tmp_path: Path) -> 
 
 def test_ends_of_what_is_not_open_are_none(tmp_path: Path) -> None:
     """A commit that is repeated is refused, and must not take the transaction back."""
-    from lowwater.engine.entries import Begin, Commit, CreateBucket, Put
+    from lowwater.engine.format.entries import Begin, Commit, CreateBucket, Put
 
     fed = Fed(tmp_path / "archive", 1)
     fed.order(CreateBucket("a"))
@@ -257,7 +257,7 @@ def test_ends_of_what_is_not_open_are_none(tmp_path: Path) -> None:
 
 def test_a_copy_of_a_large_value_that_is_another_one_there_is_damage(tmp_path: Path) -> None:
     """Its frame has the hash, and what stands where it refers to has to be that."""
-    from lowwater.engine.entries import Copy, CreateBucket, Put
+    from lowwater.engine.format.entries import Copy, CreateBucket, Put
     from lowwater.errors import Corrupt
 
     fed = Fed(tmp_path / "archive", 1)

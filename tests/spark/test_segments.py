@@ -14,10 +14,10 @@ import pytest
 from tests.spark.fed import Fed, random_archive
 
 import lowwater
-from lowwater.engine import format
-from lowwater.engine.entries import Entry, decode_body
-from lowwater.engine.format import Extras, Kind
-from lowwater.engine.vectors import Frames
+from lowwater.engine.format import format
+from lowwater.engine.format.entries import Entry, decode_body
+from lowwater.engine.format.format import Extras, Kind
+from lowwater.engine.log.vectors import Frames
 from lowwater.errors import (
     Corrupt,
     DataError,
@@ -26,8 +26,9 @@ from lowwater.errors import (
     LowwaterError,
     NewerVersion,
 )
-from lowwater.spark import columns, segments
-from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS
+from lowwater.spark import entry_columns as columns
+from lowwater.spark import segments
+from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS
 from lowwater.spark.plan import EVERYTHING, Part, Pinned, Selection, Verify, creation_of, parts, pin
 from lowwater.spark.segments import raw_batches
 from lowwater.tiering.remote_segment import RemoteSegment
@@ -391,7 +392,7 @@ def test_every_flipped_byte_is_found_or_in_no_row(archive: Fed, tmp_path: Path, 
 
 def test_deep_finds_what_no_hash_can(tmp_path: Path) -> None:
     """A writer that went wrong has written good hashes over it."""
-    from lowwater.engine.log import Log
+    from lowwater.engine.log.log import Log
 
     with Log.open(str(tmp_path / "wal")) as log:
         bad = format.encode_payload(3, b"b", b"k", b"\xff\xff", b"v", time_us=0)
@@ -524,7 +525,7 @@ def test_a_footer_that_was_damaged_on_the_way_heals(large: Pinned, monkeypatch: 
 
 def test_a_key_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     """Beside keys that are only ASCII, which are not looked at one by one."""
-    from lowwater.engine.log import Log
+    from lowwater.engine.log.log import Log
 
     for name, keys in (("bad", [b"k", b"\xff"]), ("split", [b"\xc3", b"\xbc"])):
         with Log.open(str(tmp_path / name)) as log:

@@ -11,8 +11,8 @@ import pytest
 from tests.spark.fed import Fed, random_archive
 from tests.spark.moments import moment
 
-from lowwater.engine.entries import Entry
-from lowwater.spark.columns import COLUMNS, MAIN_COLUMNS
+from lowwater.engine.format.entries import Entry
+from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS
 from lowwater.spark.plan import pin
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lowwater.engine.catalogue import Catalogue, SegmentDescriptor
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.directory import read_trailer
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader
-from lowwater.engine.log import Log
-from lowwater.engine.real import RealClock
-from lowwater.engine.seams import Runner
+from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.log.directory import read_trailer
+from lowwater.engine.log.log import Log
+from lowwater.engine.seams.real import RealClock
+from lowwater.engine.seams.seams import Runner
+from lowwater.engine.state.catalogue import Catalogue, SegmentDescriptor
 from lowwater.metrics import ColdMetrics
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.cold import ColdLog
@@ -121,7 +121,7 @@ class Archived:
 
 
 def seqs_in(chunks: Iterator[object]) -> list[int]:
-    from lowwater.engine.entries import decode_frames
+    from lowwater.engine.format.entries import decode_frames
 
     return [
         entry.seq

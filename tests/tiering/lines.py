@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.engine.engine_model import CLUSTER_ID, DIRECTORY, Machine
 
-from lowwater.engine.blocks import NO_HASH
-from lowwater.engine.catalogue import SegmentDescriptor, describe_segment, segment_shipped_entry
-from lowwater.engine.directory import read_trailer, segment_name
-from lowwater.engine.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.format.blocks import NO_HASH
+from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
+from lowwater.engine.log.directory import read_trailer, segment_name
+from lowwater.engine.state.catalogue import SegmentDescriptor, describe_segment, segment_shipped_entry
 from lowwater.errors import Fenced
 from lowwater.tiering import names
 from lowwater.tiering.archive import open_archive

@@ -11,25 +11,25 @@ from tests.engine.engine_model import CLUSTER_ID, DIRECTORY, SALT, Machine
 
 from lowwater import Engine
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import FaultyStore, FaultyStoreClient
+from lowwater.chaos.failing_store import FaultyStore, FaultyStoreClient
 from lowwater.chaos.survival import Survival
-from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.chain import Create, create_entry
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.entries import Control
-from lowwater.engine.format import Compression
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.orchestrator import Request
-from lowwater.engine.requests import members_of
-from lowwater.engine.scan import scan_frames
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.orchestrator import Request
+from lowwater.engine.format.entries import Control
+from lowwater.engine.format.format import Compression
+from lowwater.engine.log.chain import Create, create_entry
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.log.scan import scan_frames
+from lowwater.engine.state.catalogue import Catalogue
+from lowwater.engine.state.requests import members_of
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryStore
 from lowwater.tiering.names import EPOCHS, STATES, parse, segment_name
-from lowwater.tiering.opening import TierOptions, open_tiered
 from lowwater.tiering.retention import RetentionOptions
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.shipper import ShippingOptions
+from lowwater.tiering.tiered_opening import TierOptions, open_tiered
 from lowwater.tiering.verify import ObjectFile, open_segment
 
 SETTINGS = {"segment_bytes": 65_536, "block_bytes": 4096}
@@ -151,13 +151,13 @@ def archived(server: FaultyStore, *, lies: bool = False) -> tuple[Catalogue, lis
 
 
 def _header(data: bytes) -> Any:
-    from lowwater.engine.format import HEADER_BYTES, SegmentHeader
+    from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
 
     return SegmentHeader.decode(data[:HEADER_BYTES])
 
 
 def _frame(data: bytes, position: int) -> tuple[int, bytes]:
-    from lowwater.engine.format import FRAME, FRAME_BYTES
+    from lowwater.engine.format.format import FRAME, FRAME_BYTES
 
     seq, length, _ = FRAME.unpack_from(data, position)
     return seq, data[position + FRAME_BYTES : position + FRAME_BYTES + length]

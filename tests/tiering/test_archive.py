@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.engine.engine_model import CLUSTER_ID
 from tests.tiering.lines import StepStore, begun, restored
 
-from lowwater.chaos.store import Fault, FaultyStore, Operation
-from lowwater.engine import catalogue
-from lowwater.engine.blocks import NO_HASH, hash_of
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor, Fork, SegmentDescriptor
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.memory import MemoryFiles
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.engine.format.blocks import NO_HASH, hash_of
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.state import catalogue
+from lowwater.engine.state.catalogue import Catalogue, CheckpointDescriptor, Fork, SegmentDescriptor
 from lowwater.errors import (
     Corrupt,
     DataError,

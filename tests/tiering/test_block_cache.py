@@ -11,7 +11,7 @@ import pytest
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.tiering.block_cache import UNIT_BYTES, BlockCache, UnitKey
 
 OBJECT = bytes(range(16))

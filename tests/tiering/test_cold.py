@@ -17,14 +17,14 @@ from tests.tiering.archived import Archived, CountingStore, Request, name_of, se
 
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.runner import StepRunner
-from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions, Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.real import ThreadRunner
-from lowwater.engine.records import VALUE_PLACE
-from lowwater.engine.ring import Chunk
-from lowwater.engine.values import ValueReader, segments_of
+from lowwater.engine.format.entries import Put
+from lowwater.engine.format.records import VALUE_PLACE
+from lowwater.engine.log.log import Log, LogOptions, Seams
+from lowwater.engine.log.ring import Chunk
+from lowwater.engine.log.values import ValueReader, segments_of
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.real import ThreadRunner
+from lowwater.engine.state.catalogue import Catalogue
 from lowwater.errors import Busy, Corrupt, DataError, LowwaterError, NewerVersion
 from lowwater.tiering.block_cache import UNIT_BYTES, BlockCache
 from lowwater.tiering.remote_segment import Reading, RemoteSegment
@@ -194,7 +194,7 @@ def test_every_start_and_end_gives_the_entries_between(shipped: Shipped) -> None
 
 def test_entries_are_those_of_the_log(shipped: Shipped) -> None:
     """Not their seqs only."""
-    from lowwater.engine.reader import entries_of
+    from lowwater.engine.log.reader import entries_of
 
     cold = shipped.archived.cold()
     assert list(entries_of(cold.chunks_after(0, 10**9), 0, None, "")) == shipped.entries
@@ -642,9 +642,9 @@ def test_a_place_that_holds_no_value_is_damage(shipped: Shipped) -> None:
 READ_A_GIB = """
 import sys
 import psutil
-from lowwater.engine.catalogue import SegmentDescriptor
-from lowwater.engine.entries import decode_frames
-from lowwater.engine.real import RealClock, RealFiles, ThreadRunner
+from lowwater.engine.state.catalogue import SegmentDescriptor
+from lowwater.engine.format.entries import decode_frames
+from lowwater.engine.seams.real import RealClock, RealFiles, ThreadRunner
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.cold import ColdLog
 from lowwater.tiering.fetcher import Fetcher
@@ -707,10 +707,10 @@ def test_a_gib_is_read_back_in_64_mib_of_memory(tmp_path: Path, compression: str
         log.wal.store.seal_all()
         (segment,) = log.wal.store.segments
         path = segment.path
-    from lowwater.engine.compress import compress_segment
-    from lowwater.engine.directory import read_trailer
-    from lowwater.engine.format import HEADER_BYTES, SegmentHeader
-    from lowwater.engine.real import RealFiles
+    from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
+    from lowwater.engine.log.compress import compress_segment
+    from lowwater.engine.log.directory import read_trailer
+    from lowwater.engine.seams.real import RealFiles
 
     file = RealFiles().open(path)
     header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))

@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 from tests.test_metrics import scraped
 from tests.tiering.archived import Archived, CountingStore, name_of, seqs_in, ship
 
-from lowwater.engine.catalogue import Catalogue
-from lowwater.engine.entries import Put
-from lowwater.engine.log import Log, LogOptions
-from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.format.entries import Put
+from lowwater.engine.log.log import Log, LogOptions
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.state.catalogue import Catalogue
 from lowwater.metrics import COLD_COUNTERS, COLD_DURATIONS, COLD_GAUGES, ColdMetrics
 from lowwater.tiering.block_cache import UNIT_BYTES, BlockCache
 

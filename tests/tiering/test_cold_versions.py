@@ -16,14 +16,14 @@ from tests.engine.test_engine import CREATE, Node, Pair
 from tests.tiering.archived import Archived, CountingStore, ship
 
 from lowwater import Abort, Begin, Commit, Copy, CreateBucket, Delete, Put, Write
-from lowwater.engine.catalogue import Catalogue, CheckpointDescriptor
-from lowwater.engine.chain import checkpoint_entry, seal_entry
-from lowwater.engine.checkpoints import StoredCheckpoint, read_file
-from lowwater.engine.checksum import crc32
-from lowwater.engine.ckpt import pack_name
-from lowwater.engine.entries import Control
-from lowwater.engine.format import Kind
-from lowwater.engine.pages import after_prefix, encode_key
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint, read_file
+from lowwater.engine.format.ckpt import pack_name
+from lowwater.engine.format.entries import Control
+from lowwater.engine.format.format import Kind
+from lowwater.engine.format.pages import after_prefix, encode_key
+from lowwater.engine.log.chain import checkpoint_entry, seal_entry
+from lowwater.engine.seams.checksum import crc32
+from lowwater.engine.state.catalogue import Catalogue, CheckpointDescriptor
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import DataError, NewerVersion, VersionGone
 from lowwater.tiering.cold_versions import ColdVersions

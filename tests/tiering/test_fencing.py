@@ -11,7 +11,7 @@ import pytest
 from tests.engine.engine_model import CLUSTER_ID
 from tests.tiering.lines import Line, Turns, begun, restored
 
-from lowwater.engine.blocks import NO_HASH
+from lowwater.engine.format.blocks import NO_HASH
 from lowwater.errors import Busy, Fenced
 from lowwater.tiering import archive as archive_module
 from lowwater.tiering import names

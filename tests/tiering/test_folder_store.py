@@ -15,7 +15,7 @@ import pytest
 from lowwater.chaos.clock import SeededRandomness
 from lowwater.chaos.disk import Fault, FaultyFiles, SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS
-from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.seams.memory import MemoryFiles
 from lowwater.errors import InvalidConfig, StoreMissing, StoreReadOnly, StoreUnavailable
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore

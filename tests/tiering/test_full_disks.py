@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lowwater
-from lowwater.engine.database import Database
+from lowwater.engine.database.database import Database
 from lowwater.errors import NotFound
 
 MIB = 2**20

@@ -10,9 +10,9 @@ import pytest
 from tests.tiering.shipping import FedMachine, archived, objects_of, shared, tier_options
 from tests.tiering.test_shipper import fill, new_machine
 
-from lowwater.chaos.store import Fault
-from lowwater.engine.entries import CreateBucket, Put
-from lowwater.engine.failpoints import registry
+from lowwater.chaos.failing_store import Fault
+from lowwater.engine.format.entries import CreateBucket, Put
+from lowwater.engine.seams.failpoints import registry
 from lowwater.errors import DataError, LowwaterError, StoreUnavailable
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.names import CHECKPOINTS, CLUSTER, WAL, checkpoint_name

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import lowwater
-from lowwater.engine.real import RealClock, RealFiles
+from lowwater.engine.seams.real import RealClock, RealFiles
 from lowwater.engine.testing.damage import flip
 from lowwater.metrics import text
 from lowwater.tiering.checking import open_to_read

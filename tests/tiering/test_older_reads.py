@@ -13,9 +13,9 @@ import pytest
 from tests.tiering.shipping import FedMachine, TieredMachine, tier_options
 
 import lowwater
-from lowwater.chaos.store import Fault, FaultyStore
-from lowwater.engine.database import Database
-from lowwater.engine.reading import Reading
+from lowwater.chaos.failing_store import Fault, FaultyStore
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.reads import Reading
 from lowwater.errors import Corrupt, InputError, NotFound, RetryError, VersionGone
 from lowwater.tiering import cold_versions, fetcher
 from lowwater.tiering.names import WAL
@@ -180,8 +180,8 @@ def test_a_store_that_is_away_is_told_and_no_absence_is_made_of_it() -> None:
 
 
 def test_a_fed_engine_reads_them_too() -> None:
-    from lowwater.engine.entries import Control, CreateBucket, Put
-    from lowwater.engine.format import Kind
+    from lowwater.engine.format.entries import Control, CreateBucket, Put
+    from lowwater.engine.format.format import Kind
 
     machine = FedMachine(options=PURGING)
     engine: Reading = machine.open()

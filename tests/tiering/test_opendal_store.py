@@ -19,7 +19,7 @@ from tests.tiering.servers import boto_client, pending_uploads
 
 from lowwater.chaos.clock import SeededRandomness
 from lowwater.config import TierConfig
-from lowwater.engine.real import RealClock, RealRandomness
+from lowwater.engine.seams.real import RealClock, RealRandomness
 from lowwater.errors import (
     Closed,
     InvalidConfig,

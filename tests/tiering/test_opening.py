@@ -1,4 +1,4 @@
-"""tiering/opening.py: `lowwater.open` and `lowwater.Engine` with a tier, on real files and with threads."""
+"""`lowwater.open` and `lowwater.Engine` with a tier, on real files and with threads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.tiering.shipping import FedMachine
 from tests.tiering.test_shipper import values_in
 
 import lowwater
-from lowwater.chaos.store import FaultyStore
-from lowwater.engine.log import LogOptions
+from lowwater.chaos.failing_store import FaultyStore
+from lowwater.engine.log.log import LogOptions
 from lowwater.errors import (
     ArchivedOnly,
     Busy,
@@ -31,8 +31,8 @@ from lowwater.errors import (
 from lowwater.metrics import STORE_COUNTERS, TIER_COUNTERS, TIER_DURATIONS, TIER_GAUGES
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
-from lowwater.tiering.opening import open_tiered
 from lowwater.tiering.shipper import Shipper
+from lowwater.tiering.tiered_opening import open_tiered
 
 
 def server_of(folder: Path) -> FaultyStore:

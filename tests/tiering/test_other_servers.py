@@ -21,7 +21,7 @@ from tests.tiering.servers import KINDS, Served, boto_client, started
 from tests.tiering.whole_cycle import Life, whole_cycle
 
 import lowwater
-from lowwater.engine.real import RealRandomness
+from lowwater.engine.seams.real import RealRandomness
 from lowwater.errors import LowwaterError, StoreDenied
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore

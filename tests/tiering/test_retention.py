@@ -1,4 +1,4 @@
-"""tiering/retention.py and engine/space.py: what leaves the local disk, and what happens when it is full."""
+"""What leaves the local disk, and what happens when it is full (tiering/retention.py, database/space.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tiering.shipping import TieredMachine, archived, tier_options
 from tests.tiering.test_shipper import fill, new_machine, values_in
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import Fault
+from lowwater.chaos.failing_store import Fault
 from lowwater.errors import DiskFull, RetryError
 
 

@@ -21,8 +21,8 @@ from tests.tiering.whole_archive import (
     whole_archive,
 )
 
-from lowwater.engine import catalogue
-from lowwater.engine.check import Finding, Progress
+from lowwater.engine.log.check import Finding, Progress
+from lowwater.engine.state import catalogue
 from lowwater.errors import NotFound, StoreUnavailable
 from lowwater.tiering import names, reached, scrub_checkpoints
 from lowwater.tiering.archive import open_archive

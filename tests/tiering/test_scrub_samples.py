@@ -17,9 +17,9 @@ from tests.tiering.shipping import (
 from tests.tiering.test_shipper import fill, new_machine
 
 from lowwater.chaos.clock import VirtualClock
-from lowwater.chaos.store import Fault, FaultyStore, Operation
-from lowwater.engine.ckpt import decode_checkpoint
-from lowwater.engine.entries import CreateBucket, Put
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.engine.format.ckpt import decode_checkpoint
+from lowwater.engine.format.entries import CreateBucket, Put
 from lowwater.tiering.memory_store import MemoryStore
 from lowwater.tiering.names import WAL, checkpoint_name, pack_object_name
 from lowwater.tiering.scrub import Scrub

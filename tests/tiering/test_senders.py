@@ -20,10 +20,10 @@ from tests.tiering.servers import MotoServer, boto_client, pending_uploads, writ
 from tests.tiering.shipping import Order
 
 import lowwater
-from lowwater.engine.chain import checkpoint_entry
-from lowwater.engine.entries import CreateBucket, Put
-from lowwater.engine.log import LogOptions
-from lowwater.engine.real import RealFiles, RealRandomness
+from lowwater.engine.format.entries import CreateBucket, Put
+from lowwater.engine.log.chain import checkpoint_entry
+from lowwater.engine.log.log import LogOptions
+from lowwater.engine.seams.real import RealFiles, RealRandomness
 from lowwater.errors import StoreDenied, StoreUnavailable, UploadGone
 from lowwater.tiering.names import segment_name
 from lowwater.tiering.open_store import open_store

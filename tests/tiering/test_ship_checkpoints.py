@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.tiering.lines import Line
 
-from lowwater.engine.catalogue import checkpoint_shipped_entry, segment_shipped_entry
-from lowwater.engine.ckpt import decode_checkpoint, pack_name
-from lowwater.engine.real import RealClock
+from lowwater.engine.format.ckpt import decode_checkpoint, pack_name
+from lowwater.engine.seams.real import RealClock
+from lowwater.engine.state.catalogue import checkpoint_shipped_entry, segment_shipped_entry
 from lowwater.errors import (
     Corrupt,
     DiskFailed,
@@ -22,10 +22,10 @@ from lowwater.errors import (
     StoreUnavailable,
 )
 from lowwater.tiering import names
-from lowwater.tiering.blocks import ArchivedBlocks
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
+from lowwater.tiering.shipped_blocks import ArchivedBlocks
 from lowwater.tiering.store import Found, Part
 from lowwater.tiering.verify import ObjectFile, verify_object
 
@@ -333,7 +333,7 @@ def test_an_entry_that_is_ahead_of_the_log_in_the_archive_is_refused(shipping: S
     """Whoever proposes it."""
     shipping.checkpoint()
     stored = shipping.db.checkpoints()[0]
-    from lowwater.engine.catalogue import describe_checkpoint
+    from lowwater.engine.state.catalogue import describe_checkpoint
 
     described = describe_checkpoint(stored.read_index())
     assert shipping.db.propose_control(checkpoint_shipped_entry(0, described)) is None

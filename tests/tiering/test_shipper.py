@@ -21,8 +21,8 @@ from tests.tiering.shipping import (
 )
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import Fault, FaultyStore, Operation
-from lowwater.engine.entries import CreateBucket, Put, decode_payload
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.engine.format.entries import CreateBucket, Put, decode_payload
 from lowwater.errors import (
     Corrupt,
     Fenced,
@@ -289,7 +289,7 @@ def test_a_crash_at_any_operation_of_the_store_is_made_up_for(after: bool) -> No
 )
 def test_a_crash_at_each_failure_point_is_made_up_for(name: str) -> None:
     """The steps of an upload, by name."""
-    from lowwater.engine.failpoints import registry
+    from lowwater.engine.seams.failpoints import registry
 
     for nth in (1, 2, 3):
         machine = TieredMachine(seed=nth)
@@ -316,7 +316,7 @@ def test_a_crash_at_each_failure_point_is_made_up_for(name: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_store_with_faults_gets_everything_in_the_end(seed: int) -> None:
     """Errors before and after the effect, late arrivals, partial uploads, stale lists."""
-    from lowwater.chaos.store import random_faults
+    from lowwater.chaos.failing_store import random_faults
 
     rng = random.Random(seed)
     machine = TieredMachine(seed=seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.tiering.servers import write_until_swept
 
-from lowwater.engine.real import RealRandomness
+from lowwater.engine.seams.real import RealRandomness
 from lowwater.errors import NotFound
 from lowwater.tiering.open_store import open_store
 from lowwater.tiering.opendal_store import OpenDalStore, StoreLimits

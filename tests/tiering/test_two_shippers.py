@@ -20,17 +20,17 @@ from tests.tiering.shipping import (
 )
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import Fault, FaultyStore, Operation
-from lowwater.engine.chain import checkpoint_entry
-from lowwater.engine.entries import CreateBucket, Delete, Put, Write
-from lowwater.engine.real import RealRandomness
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.engine.format.entries import CreateBucket, Delete, Put, Write
+from lowwater.engine.log.chain import checkpoint_entry
+from lowwater.engine.seams.real import RealRandomness
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.memory_store import MemoryStore
 from lowwater.tiering.names import CHECKPOINTS
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.opening import open_tiered
 from lowwater.tiering.store import Store
 from lowwater.tiering.testing.s3_server import S3Server
+from lowwater.tiering.tiered_opening import open_tiered
 
 
 def fed(order: Order, server: FaultyStore, seed: int) -> FedMachine:

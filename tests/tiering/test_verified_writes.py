@@ -10,7 +10,7 @@ from tests.tiering.shipping import archived, crashes, objects_of, shared
 from tests.tiering.test_shipper import fill, new_machine, values_in
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.store import Fault, FaultyStore, Operation
+from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
 from lowwater.errors import DataError, StoreCorrupt
 from lowwater.tiering.checksums import Hashing, Sent, md5_of_base64, md5_of_etag
 from lowwater.tiering.memory_store import MemoryStore

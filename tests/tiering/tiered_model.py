@@ -29,14 +29,14 @@ from tests.engine.engine_model import (
 )
 from tests.tiering.shipping import TieredMachine, tier_options
 
-from lowwater.chaos.store import FaultyStore
-from lowwater.engine.chain import create_entry
-from lowwater.engine.core import EngineOptions
-from lowwater.engine.database import Database
-from lowwater.engine.format import Compression
-from lowwater.engine.log import Log, LogOptions
+from lowwater.chaos.failing_store import FaultyStore
+from lowwater.engine.database.core import EngineOptions
+from lowwater.engine.database.database import Database
+from lowwater.engine.format.format import Compression
+from lowwater.engine.log.chain import create_entry
+from lowwater.engine.log.log import Log, LogOptions
 from lowwater.errors import DataError, LowwaterError, NewerVersion, RetryError, VersionGone
-from lowwater.tiering.opening import TierOptions, open_tiered
+from lowwater.tiering.tiered_opening import TierOptions, open_tiered
 
 # What the tier has written into the log.
 SHIPPING = ("seal", "segment_shipped", "checkpoint_shipped", "fork")

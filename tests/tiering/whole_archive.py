@@ -9,10 +9,10 @@ from typing import Any
 from tests.engine.engine_model import CLUSTER_ID
 from tests.tiering.lines import Line, begun, restored
 
-from lowwater.engine.catalogue import checkpoint_shipped_entry, describe_checkpoint
-from lowwater.engine.checkpoints import StoredCheckpoint, read_file
-from lowwater.engine.compress import compress_segment
-from lowwater.engine.memory import MemoryFiles
+from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint, read_file
+from lowwater.engine.log.compress import compress_segment
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.state.catalogue import checkpoint_shipped_entry, describe_checkpoint
 from lowwater.tiering import names
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from tests.tiering.servers import Served
 
 import lowwater
-from lowwater.engine.real import RealRandomness
+from lowwater.engine.seams.real import RealRandomness
 from lowwater.errors import LowwaterError
 
 BUCKET = "b"

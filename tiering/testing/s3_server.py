@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lowwater.engine.real import RealClock, sleep
+from lowwater.engine.seams.real import RealClock, sleep
 from lowwater.errors import NotFound, StoreUnavailable
 
 # Servers and clients of S3 refuse keys below 16 letters.

@@ -9,8 +9,8 @@ import click
 import lowwater
 from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import LocalPath, end_on_sigterm, json_option, print_json, progress_bars, size, time
-from lowwater.recovery.plan import Plan, plan
 from lowwater.recovery.restore import Restored
+from lowwater.recovery.restore_plan import Plan, plan
 
 WHAT = {
     "references": "pages, as references",

@@ -16,7 +16,7 @@ import click
 import lowwater
 from lowwater import logging
 from lowwater.cli.output import JSON_KEY, LocalPath, print_error
-from lowwater.engine.fast import IS_COMPILED, WHY_NOT_COMPILED
+from lowwater.engine.format.fast import IS_COMPILED, WHY_NOT_COMPILED
 from lowwater.errors import InputError, LowwaterError
 
 # Where each command is: `compact-local` is the object `compact_local` in that module.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowwater.cli.output import VALUES, chosen_values, in_base64, time, visible, write_lines
-from lowwater.engine.checkpoints import CheckpointRow
-from lowwater.engine.page_list import PageRow
+from lowwater.engine.checkpoint.checkpoints import CheckpointRow
+from lowwater.engine.pages.page_list import PageRow
 
 
 def print_rows(rows: Iterator[PageRow | CheckpointRow], *, values: str | None, as_json: bool) -> None:

@@ -20,9 +20,9 @@ from lowwater.cli.output import (
     values_option,
 )
 from lowwater.cli.rows import print_rows
-from lowwater.engine.check import require_log
-from lowwater.engine.checkpoints import Checkpoints, StoredCheckpoint
-from lowwater.engine.real import RealFiles
+from lowwater.engine.checkpoint.checkpoints import Checkpoints, StoredCheckpoint
+from lowwater.engine.log.check import require_log
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import InputError, NotFound
 
 

@@ -8,10 +8,10 @@ import click
 
 from lowwater.cli.database.opened import log_directory
 from lowwater.cli.output import LocalPath, end_on_sigterm, json_option, print_json, size
-from lowwater.engine.check import require_log
-from lowwater.engine.compact import Room, compact, room_of
-from lowwater.engine.opening import PAGES_DIRECTORY
-from lowwater.engine.real import RealFiles
+from lowwater.engine.database.opening import PAGES_DIRECTORY
+from lowwater.engine.log.check import require_log
+from lowwater.engine.pages.compact import Room, compact, room_of
+from lowwater.engine.seams.real import RealFiles
 
 
 @click.command("compact-local")

@@ -10,8 +10,8 @@ import click
 from lowwater.cli.database.opened import log_directory
 from lowwater.cli.log.dump import Moment, print_entries
 from lowwater.cli.output import LIMIT, LocalPath, end_on_sigterm, json_option
-from lowwater.engine.dump import Selection
-from lowwater.engine.moments import time_us_of
+from lowwater.engine.format.moments import time_us_of
+from lowwater.engine.log.dump import Selection
 
 
 @click.command()

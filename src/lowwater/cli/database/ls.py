@@ -12,8 +12,8 @@ import click
 from lowwater.cli.database.opened import opened
 from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import LIMIT, LocalPath, json_option, size, standard_output, time, visible
-from lowwater.engine.reading import Reading
-from lowwater.engine.records import Head
+from lowwater.engine.database.reads import Reading
+from lowwater.engine.format.records import Head
 
 
 @click.command()

@@ -11,15 +11,15 @@ import click
 import lowwater
 from lowwater.cli.output import end_on_sigterm
 from lowwater.config import Config
-from lowwater.engine.database import Database
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.origin import ORIGIN, RESTORING, log_directory_of, read_origin
-from lowwater.engine.ownership import read_owner
-from lowwater.engine.reading import Reading
-from lowwater.engine.real import RealFiles
-from lowwater.engine.recover import has_begun
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.origin import ORIGIN, RESTORING, log_directory_of, read_origin
+from lowwater.engine.database.reads import Reading
+from lowwater.engine.log.directory import typed_errors
+from lowwater.engine.log.ownership import read_owner
+from lowwater.engine.log.recover import has_begun
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import NotFound
-from lowwater.recovery.opening import open_to_read, require_log_of, with_origin
+from lowwater.recovery.restored_opening import open_to_read, require_log_of, with_origin
 from lowwater.tiering.open_store import open_store
 
 _MISSING = "check the path; `lowwater put --create` makes a database, and the bucket"

@@ -25,12 +25,12 @@ from lowwater.cli.output import (
     write_lines,
 )
 from lowwater.cli.rows import row_writer
-from lowwater.engine import format
-from lowwater.engine.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX
-from lowwater.engine.lmdb_store import LmdbPages
-from lowwater.engine.opening import PAGES_DIRECTORY
-from lowwater.engine.page_list import PageInfo, PageRow, Summary, list_pages, list_rows
-from lowwater.engine.pages import KEY_END, after_prefix, bucket_range, decode_key, encode_key
+from lowwater.engine.database.opening import PAGES_DIRECTORY
+from lowwater.engine.format import format
+from lowwater.engine.format.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX
+from lowwater.engine.format.pages import KEY_END, after_prefix, bucket_range, decode_key, encode_key
+from lowwater.engine.pages.lmdb_store import LmdbPages
+from lowwater.engine.pages.page_list import PageInfo, PageRow, Summary, list_pages, list_rows
 from lowwater.errors import Corrupt, DataError, InputError
 
 COLUMNS = ("first key", "last key", "keys", "rows", "deleted", "large", "bytes", "seq")

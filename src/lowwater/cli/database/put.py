@@ -11,15 +11,15 @@ from lowwater.cli.database.opened import log_directory, opened_to_write
 from lowwater.cli.log.dump import Seq
 from lowwater.cli.output import LocalPath, json_option, print_json
 from lowwater.config import Config
-from lowwater.engine import format
-from lowwater.engine.database import Database
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.log import Seams
-from lowwater.engine.memory import MemoryFiles
-from lowwater.engine.memory_pages import MemoryPages
-from lowwater.engine.opening import configured, open_with
-from lowwater.engine.real import RealFiles
-from lowwater.engine.recover import has_begun
+from lowwater.engine.database.database import Database
+from lowwater.engine.database.opening import configured, open_with
+from lowwater.engine.format import format
+from lowwater.engine.log.directory import typed_errors
+from lowwater.engine.log.log import Seams
+from lowwater.engine.log.recover import has_begun
+from lowwater.engine.pages.memory_pages import MemoryPages
+from lowwater.engine.seams.memory import MemoryFiles
+from lowwater.engine.seams.real import RealFiles
 
 
 class Pair(click.ParamType[tuple[str, str]]):

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry, start_http_server
 from lowwater.cli.database.opened import log_directory
 from lowwater.cli.output import LocalPath, json_option, print_json
 from lowwater.config import Config
-from lowwater.engine.check import require_log
-from lowwater.engine.origin import read_origin
-from lowwater.engine.real import RealClock, RealFiles, ThreadRunner
+from lowwater.engine.database.origin import read_origin
+from lowwater.engine.log.check import require_log
+from lowwater.engine.seams.real import RealClock, RealFiles, ThreadRunner
 from lowwater.errors import InputError
-from lowwater.recovery.opening import with_origin
+from lowwater.recovery.restored_opening import with_origin
 from lowwater.tiering.checking import open_to_read
 from lowwater.tiering.observed import ObservedDirectory
 from lowwater.tiering.store import Store

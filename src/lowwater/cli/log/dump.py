@@ -22,12 +22,12 @@ from lowwater.cli.output import (
     visible,
     write_lines,
 )
-from lowwater.engine.before_images import BeforeImage
-from lowwater.engine.chain import FIRST_CONTROL_KIND
-from lowwater.engine.check import Finding
-from lowwater.engine.dump import Selection, dump_entries
-from lowwater.engine.entries import Entry, decode_body
-from lowwater.engine.format import KIND_CODES, SEQ_MAX
+from lowwater.engine.format.before_images import BeforeImage
+from lowwater.engine.format.entries import Entry, decode_body
+from lowwater.engine.format.format import KIND_CODES, SEQ_MAX
+from lowwater.engine.log.chain import FIRST_CONTROL_KIND
+from lowwater.engine.log.check import Finding
+from lowwater.engine.log.dump import Selection, dump_entries
 from lowwater.errors import Corrupt, NewerVersion
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

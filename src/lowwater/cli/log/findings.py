@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lowwater.cli.output import new_table, number, print_table, visible
-from lowwater.engine.check import Finding
+from lowwater.engine.log.check import Finding
 from lowwater.errors import DataError
 
 

@@ -10,10 +10,10 @@ import click
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.log.source import Source, opened_source
 from lowwater.cli.output import json_option, new_table, number, print_json, print_table, size, time, visible
-from lowwater.engine.check import Finding
-from lowwater.engine.describe import LogDescription, SegmentDescription, describe_log, describe_segment
-from lowwater.engine.format import Compression
-from lowwater.engine.walk import is_directory
+from lowwater.engine.format.format import Compression
+from lowwater.engine.log.check import Finding
+from lowwater.engine.log.describe import LogDescription, SegmentDescription, describe_log, describe_segment
+from lowwater.engine.log.walk import is_directory
 
 
 @click.command()

@@ -19,8 +19,8 @@ from lowwater.cli.output import (
     size,
     visible,
 )
-from lowwater.engine.real import RealFiles
-from lowwater.engine.repair import RepairReport, repair_steps
+from lowwater.engine.log.repair import RepairReport, repair_steps
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import DataError
 
 

@@ -11,9 +11,9 @@ import click
 
 from lowwater.cli.log.findings import total_bytes
 from lowwater.config import Config
-from lowwater.engine.check import Finding
-from lowwater.engine.real import RealFiles
-from lowwater.engine.seams import Files
+from lowwater.engine.log.check import Finding
+from lowwater.engine.seams.real import RealFiles
+from lowwater.engine.seams.seams import Files
 from lowwater.errors import LowwaterError, without_secrets
 from lowwater.tiering.archive_files import ArchiveFiles
 from lowwater.tiering.checking import is_archive, open_to_read

@@ -9,9 +9,9 @@ import click
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.log.source import Source, opened_source
 from lowwater.cli.output import json_option, number, print_json, progress_bar, size
-from lowwater.engine.check import Finding, Step, check_directory_steps, check_segment_steps, require_log
-from lowwater.engine.directory import typed_errors
-from lowwater.engine.walk import is_directory
+from lowwater.engine.log.check import Finding, Step, check_directory_steps, check_segment_steps, require_log
+from lowwater.engine.log.directory import typed_errors
+from lowwater.engine.log.walk import is_directory
 
 
 @click.command()

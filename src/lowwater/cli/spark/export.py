@@ -9,7 +9,7 @@ import click
 from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import json_option, number, print_json, progress_bars, size
 from lowwater.cli.spark.opened import opened_session, spark_options, store_options
-from lowwater.engine.format import KIND_CODES
+from lowwater.engine.format.format import KIND_CODES
 
 
 @click.command()

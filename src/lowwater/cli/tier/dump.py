@@ -11,15 +11,15 @@ import click
 from lowwater.cli.output import json_option, number, time, values_option, write_lines
 from lowwater.cli.rows import print_rows
 from lowwater.cli.tier.opened import opened_store
-from lowwater.engine.catalogue import (
+from lowwater.engine.format.ckpt import decode_named
+from lowwater.engine.seams.real import RealClock
+from lowwater.engine.state.catalogue import (
     Catalogue,
     CheckpointDescriptor,
     Fork,
     SegmentDescriptor,
     describe_checkpoint,
 )
-from lowwater.engine.ckpt import decode_named
-from lowwater.engine.real import RealClock
 from lowwater.errors import InputError, LowwaterError
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.fetcher import Fetcher

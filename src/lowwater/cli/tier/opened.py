@@ -11,8 +11,8 @@ import click
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.output import number, print_json, progress_bar, size
 from lowwater.config import Config
-from lowwater.engine.check import Finding
-from lowwater.engine.format import SEQ_MAX
+from lowwater.engine.format.format import SEQ_MAX
+from lowwater.engine.log.check import Finding
 from lowwater.tiering.checking import open_to_read
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.store import Store

@@ -9,8 +9,8 @@ import click
 from lowwater.cli.output import json_option, number, print_json, size, time
 from lowwater.cli.tier.opened import opened_store
 from lowwater.config import Config
-from lowwater.engine.origin import log_directory_of
-from lowwater.engine.real import RealFiles
+from lowwater.engine.database.origin import log_directory_of
+from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import InvalidConfig
 from lowwater.tiering.checking import is_archive
 from lowwater.tiering.status import ArchiveStatus, Lag, archive_status, lag_of

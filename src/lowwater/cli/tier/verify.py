@@ -8,8 +8,8 @@ from lowwater.cli.log.dump import Seq
 from lowwater.cli.log.findings import exit_by, finding_as_json, print_findings
 from lowwater.cli.output import json_option, print_json
 from lowwater.cli.tier.opened import opened_store, run_scrub
-from lowwater.engine.check import Finding
-from lowwater.engine.format import SEQ_MAX
+from lowwater.engine.format.format import SEQ_MAX
+from lowwater.engine.log.check import Finding
 from lowwater.errors import DataError, NewerVersion
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.store import Store

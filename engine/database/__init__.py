@@ -1,0 +1,1 @@
+"""The database and the fed engine, composed of the rooms below."""

@@ -1,0 +1,1 @@
+"""Changes go from memory into pages, in the background."""

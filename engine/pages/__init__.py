@@ -1,0 +1,1 @@
+"""Page stores: LMDB and one in memory, what merges changes into pages, and compacting."""

@@ -1,0 +1,1 @@
+"""What the log comes to in memory: changes, versions, transactions, sessions, the catalogue."""
