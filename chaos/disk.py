@@ -93,10 +93,10 @@ class NameChange(NamedTuple):
 
     old: str
     new: str
-    inode: Inode
+    inode: FaultyInode
 
 
-class Inode:
+class FaultyInode:
     __slots__ = ("cache", "changes", "durable", "locked_by", "unsynced")
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Inode:
         self.changes += 1
 
 
-def _apply_name(names: dict[str, Inode], change: NameChange) -> None:
+def _apply_name(names: dict[str, FaultyInode], change: NameChange) -> None:
     """A rename or a removal needs its file under the old name. A new name replaces what is there."""
     if change.old:
         if names.get(change.old) is not change.inode:
@@ -136,7 +136,7 @@ class FaultyFile:
     """An open file of a FaultyFiles, in one life of it."""
 
     def __init__(
-        self, files: FaultyFiles, inode: Inode, path: str, *, writable: bool, sequential: bool = False
+        self, files: FaultyFiles, inode: FaultyInode, path: str, *, writable: bool, sequential: bool = False
     ) -> None:
         self._files = files
         self._inode = inode
@@ -273,8 +273,8 @@ class FaultyFiles:
         self.life = 1
         self._clock = clock
         self._mutex = threading.RLock()
-        self._names: dict[str, Inode] = {}
-        self._durable_names: dict[str, Inode] = {}
+        self._names: dict[str, FaultyInode] = {}
+        self._durable_names: dict[str, FaultyInode] = {}
         self._unsynced_names: list[NameChange] = []
         self._directories = {"": None}
         self._capacity_bytes = free_bytes
@@ -512,7 +512,7 @@ class FaultyFiles:
         """A file with two names takes its room once."""
         return sum(len(inode.cache) for inode in {id(i): i for i in self._names.values()}.values())
 
-    def _inode(self, path: str) -> Inode:
+    def _inode(self, path: str) -> FaultyInode:
         inode = self._names.get(path)
         if inode is None:
             raise _os_error(errno.EISDIR if path in self._directories else errno.ENOENT, path)
@@ -524,9 +524,9 @@ class FaultyFiles:
             raise _os_error(errno.ENOTDIR if path in self._names else errno.ENOENT, directory)
         return path
 
-    def _create(self, path: str) -> Inode:
+    def _create(self, path: str) -> FaultyInode:
         self._directory(_parent(path))
-        inode = Inode()
+        inode = FaultyInode()
         self._change_name(NameChange("", path, inode))
         return inode
 

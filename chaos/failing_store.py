@@ -30,7 +30,7 @@ from lowwater.errors import (
 )
 from lowwater.tiering.checksums import Checksum, Hashing, Sent
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
-from lowwater.tiering.store import Found, Part, at, counted
+from lowwater.tiering.store import FoundObject, Part, at, counted
 
 Kind = Literal["write", "read", "stat", "list", "delete", "copy"]
 Trouble = Literal["unavailable", "timed_out", "throttled", "denied", "missing", "read_only", "gone"]
@@ -51,7 +51,7 @@ MESSAGES: dict[Trouble, tuple[type[LowwaterError], str]] = {
 }
 
 
-class Operation(NamedTuple):
+class StoreOperation(NamedTuple):
     """What a fault schedule sees. `size` is what was announced for a write."""
 
     number: int
@@ -62,7 +62,7 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class StoreFault:
     """What goes wrong with one operation; several fields may be set.
 
     `error` is what the client sees: before any effect, with `after` once it has happened, with `late` that
@@ -89,10 +89,10 @@ class Fault:
     slow_s: float = 0.0
 
 
-NO_FAULT = Fault()
+NO_FAULT = StoreFault()
 
 
-class Change(NamedTuple):
+class StoreChange(NamedTuple):
     """What a list must forget to be stale."""
 
     number: int
@@ -110,7 +110,7 @@ class FaultyStore:
         self,
         *,
         uri: str = "memory://faulty",
-        fault: Callable[[Operation], Fault | None] | None = None,
+        fault: Callable[[StoreOperation], StoreFault | None] | None = None,
         clock: VirtualClock | None = None,
         page_size: int = 1000,
         objects: MemoryObjects | None = None,
@@ -128,7 +128,7 @@ class FaultyStore:
         self._clock = clock
         self._mutex = threading.RLock()
         self._late: list[tuple[int, Callable[[], object]]] = []
-        self._changes: list[Change] = []
+        self._changes: list[StoreChange] = []
         self._crash_number: int | None = None
         self._crash_after = False
         self._trace = blake3()
@@ -167,17 +167,23 @@ class FaultyStore:
     # ---- for the clients
 
     def perform(
-        self, client: FaultyStoreClient, kind: Kind, name: str, effect: Callable[[Fault], T], *, size: int = 0
+        self,
+        client: FaultyStoreClient,
+        kind: Kind,
+        name: str,
+        effect: Callable[[StoreFault], T],
+        *,
+        size: int = 0,
     ) -> T:
         """One operation: count it, let arrive what is due, ask for a fault, let it happen, record it."""
         with self._mutex:
             client.check_alive()
             self.operations += 1
-            operation = Operation(self.operations, kind, name, size, client.name)
+            operation = StoreOperation(self.operations, kind, name, size, client.name)
             crashing = operation.number == self._crash_number
         fault = (self.fault(operation) if self.fault is not None else None) or NO_FAULT
         if self.down:
-            fault = Fault(error="unavailable", slow_s=fault.slow_s)
+            fault = StoreFault(error="unavailable", slow_s=fault.slow_s)
         with self._mutex:
             client.check_alive()
             if fault.slow_s:
@@ -205,28 +211,28 @@ class FaultyStore:
         before = self._size(name)
         if not self.objects.add(name, data):
             return False
-        self._changes.append(Change(self.operations, name, before))
+        self._changes.append(StoreChange(self.operations, name, before))
         return True
 
     def replace(self, name: str, data: bytes) -> None:
         before = self._size(name)
         self.objects.replace(name, data)
-        self._changes.append(Change(self.operations, name, before))
+        self._changes.append(StoreChange(self.operations, name, before))
 
     def remove(self, name: str) -> None:
         before = self._size(name)
         if before is not None:
             self.objects.remove(name)
-            self._changes.append(Change(self.operations, name, before))
+            self._changes.append(StoreChange(self.operations, name, before))
 
-    def page(self, prefix: str, start_after: str, *, stale: int) -> list[Found]:
+    def page(self, prefix: str, start_after: str, *, stale: int) -> list[FoundObject]:
         """The next page, as it was so many operations ago."""
         changed: dict[str, int | None] = {}
         for change in reversed(self._changes):
             if change.number <= self.operations - 1 - stale:
                 break
             changed[change.name] = change.before
-        page: list[Found] = []
+        page: list[FoundObject] = []
         after = start_after
         if not changed or not stale:
             while len(page) < self.page_size and (found := self.objects.next(prefix, after)) is not None:
@@ -235,10 +241,10 @@ class FaultyStore:
             return page
         sizes: dict[str, int | None] = {name: len(data) for name, data in self.objects.data.items()}
         sizes.update(changed)
-        then = (Found(name, size) for name, size in sorted(sizes.items()) if size is not None)
+        then = (FoundObject(name, size) for name, size in sorted(sizes.items()) if size is not None)
         return [f for f in then if f.name.startswith(prefix) and f.name > start_after][: self.page_size]
 
-    def _happen(self, operation: Operation, fault: Fault, effect: Callable[[Fault], T]) -> T:
+    def _happen(self, operation: StoreOperation, fault: StoreFault, effect: Callable[[StoreFault], T]) -> T:
         if fault.error is None:
             return effect(fault)
         if fault.late is not None:
@@ -261,7 +267,7 @@ class FaultyStore:
         data = self.objects.data.get(name)
         return None if data is None else len(data)
 
-    def _record(self, operation: Operation, outcome: object) -> None:
+    def _record(self, operation: StoreOperation, outcome: object) -> None:
         self._trace.update("\0".join(map(str, operation)).encode())
         self._trace.update(outcome if isinstance(outcome, bytes) else f"\0{outcome}\n".encode())
 
@@ -296,7 +302,7 @@ class FaultyStoreClient(MemoryStore):
         # All of it, before anything happens: an error of the parts is no operation.
         data = b"".join(counted(parts, size, at(self.uri, name)))
 
-        def effect(fault: Fault) -> bool:
+        def effect(fault: StoreFault) -> bool:
             return fault.lost or keep(name, _kept(data, fault))
 
         return self._server.perform(self, "write", name, effect, size=len(data))
@@ -304,19 +310,19 @@ class FaultyStoreClient(MemoryStore):
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         self._check(name)
 
-        def effect(fault: Fault) -> bytes:
+        def effect(fault: StoreFault) -> bytes:
             return _flipped(self._get(name)[start:end][: fault.short_bytes], fault.flip_bit)
 
         return self._server.perform(self, "read", name, effect)
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         self._check(name)
-        return self._server.perform(self, "stat", name, lambda _: Found(name, len(self._get(name))))
+        return self._server.perform(self, "stat", name, lambda _: FoundObject(name, len(self._get(name))))
 
     def checksum(self, name: str) -> Checksum:
         self._check(name)
 
-        def effect(fault: Fault) -> Checksum:
+        def effect(fault: StoreFault) -> Checksum:
             data = self._get(name)
             sent = Sent(self.hashing)
             for _ in sent.passing([b"other bytes" if fault.wrong_checksum else data]):
@@ -330,7 +336,7 @@ class FaultyStoreClient(MemoryStore):
         self._check(source)
         self._check(target, writing=True)
 
-        def effect(fault: Fault) -> bool:
+        def effect(fault: StoreFault) -> bool:
             data = self._get(source)
             return fault.lost or self._server.add(target, _kept(data, fault))
 
@@ -348,7 +354,7 @@ class FaultyStoreClient(MemoryStore):
         if self._crashed:
             raise SimulatedCrash("this program has crashed already")
 
-    def _list(self, prefix: str, start_after: str) -> Iterator[Found]:
+    def _list(self, prefix: str, start_after: str) -> Iterator[FoundObject]:
         while True:
             page = self._page(prefix, start_after)
             yield from page
@@ -356,14 +362,14 @@ class FaultyStoreClient(MemoryStore):
                 return
             start_after = page[-1].name
 
-    def _page(self, prefix: str, start_after: str) -> tuple[Found, ...]:
-        def effect(fault: Fault) -> tuple[Found, ...]:
+    def _page(self, prefix: str, start_after: str) -> tuple[FoundObject, ...]:
+        def effect(fault: StoreFault) -> tuple[FoundObject, ...]:
             return tuple(self._server.page(prefix, start_after, stale=fault.stale))
 
         return self._server.perform(self, "list", prefix, effect)
 
 
-def _kept(data: bytes, fault: Fault) -> bytes:
+def _kept(data: bytes, fault: StoreFault) -> bytes:
     return _flipped(data[: fault.kept_bytes], fault.flip_kept)
 
 
@@ -379,51 +385,51 @@ def _flipped(data: bytes, bit: int | None) -> bytes:
 
 def random_faults(
     rng: random.Random, *, chance: float, lies: bool = False, late_max: int = 20
-) -> Callable[[Operation], Fault | None]:
+) -> Callable[[StoreOperation], StoreFault | None]:
     """A schedule: with this chance something that a store may do to that kind of operation. What no store
     that keeps its word does, `lies` adds: lost, cut and flipped objects, spoilt reads, strange checksums."""
 
-    def schedule(operation: Operation) -> Fault | None:
+    def schedule(operation: StoreOperation) -> StoreFault | None:
         if rng.random() >= chance:
             return None
         error: Trouble = rng.choice(("unavailable", "timed_out", "throttled"))
-        choices = [Fault(error=error)]
+        choices = [StoreFault(error=error)]
         match operation.kind:
             case "write":
                 choices += [
-                    Fault(error="timed_out", after=True),
-                    Fault(error="timed_out", late=rng.randint(1, late_max)),
-                    Fault(error=error, taken_bytes=rng.randint(0, operation.size)),
-                    Fault(error="gone"),
+                    StoreFault(error="timed_out", after=True),
+                    StoreFault(error="timed_out", late=rng.randint(1, late_max)),
+                    StoreFault(error=error, taken_bytes=rng.randint(0, operation.size)),
+                    StoreFault(error="gone"),
                 ]
                 if lies:
                     choices += [
-                        Fault(lost=True),
-                        Fault(kept_bytes=rng.randint(0, operation.size)),
-                        Fault(flip_kept=rng.randint(0, 1 << 20)),
+                        StoreFault(lost=True),
+                        StoreFault(kept_bytes=rng.randint(0, operation.size)),
+                        StoreFault(flip_kept=rng.randint(0, 1 << 20)),
                     ]
             case "copy":
-                choices += [Fault(error="timed_out", after=True)]
+                choices += [StoreFault(error="timed_out", after=True)]
                 if lies:
                     choices += [
-                        Fault(lost=True),
-                        Fault(kept_bytes=rng.randint(0, 100)),
-                        Fault(flip_kept=rng.randint(0, 1 << 20)),
+                        StoreFault(lost=True),
+                        StoreFault(kept_bytes=rng.randint(0, 100)),
+                        StoreFault(flip_kept=rng.randint(0, 1 << 20)),
                     ]
             case "delete":
                 choices += [
-                    Fault(error="timed_out", after=True),
-                    Fault(error="timed_out", late=rng.randint(1, late_max)),
+                    StoreFault(error="timed_out", after=True),
+                    StoreFault(error="timed_out", late=rng.randint(1, late_max)),
                 ]
             case "read" if lies:
                 choices += [
-                    Fault(short_bytes=rng.randint(0, 100)),
-                    Fault(flip_bit=rng.randint(0, 1 << 20)),
+                    StoreFault(short_bytes=rng.randint(0, 100)),
+                    StoreFault(flip_bit=rng.randint(0, 1 << 20)),
                 ]
             case "stat" if lies:
-                choices += [Fault(wrong_checksum=True)]
+                choices += [StoreFault(wrong_checksum=True)]
             case "list":
-                choices += [Fault(stale=rng.randint(1, late_max))]
+                choices += [StoreFault(stale=rng.randint(1, late_max))]
         return rng.choice(choices)
 
     return schedule

@@ -18,7 +18,7 @@ from lowwater.engine.seams.real import RealFiles
 from lowwater.errors import AlreadyExists, DatabaseMissing, InvalidConfig
 from lowwater.logging import get_logger
 from lowwater.recovery.arguments import ConfigSource, place_options
-from lowwater.tiering.beginning import Place, places_of
+from lowwater.tiering.beginning import ArchivePlace, places_of
 
 if TYPE_CHECKING:
     from lowwater.config import Config, TierConfig
@@ -104,7 +104,7 @@ def explain(
     error.hint += ". Make sure that nobody else writes there. A new database needs a prefix of its own"
 
 
-def _command(where: Place, to: str, config: TierConfig, source: ConfigSource | Config) -> str:
+def _command(where: ArchivePlace, to: str, config: TierConfig, source: ConfigSource | Config) -> str:
     """The command line that restores, without secrets."""
     uri = where.place.uri
     options = place_options(where.place.options)

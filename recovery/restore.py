@@ -52,7 +52,7 @@ from lowwater.tiering.archive import open_archive
 from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.shipped_log import Moment
-from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store import FoundObject, Part, Store
 
 if TYPE_CHECKING:
     from lowwater.config import Config
@@ -155,11 +155,11 @@ class _Counting:
         self._count(len(data))
         return data
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         self._count()
         return self._store.stat(name)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         self._count()
         return self._store.list(prefix, start_after)
 

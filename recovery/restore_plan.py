@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lowwater.config import Config
 
 
-class Plan(NamedTuple):
+class RestorePlan(NamedTuple):
     """What a restore would do. `objects`, `bytes` and `requests` are what comes before it can be read, and
     `full_bytes` what there is to fetch, but for large values that lie in older segments: these come too, from
     the first on that has one, so at most `values_bytes_max` more. Which one that is the pages tell, once they
@@ -45,7 +45,7 @@ def plan(
     at: Moment = None,
     *,
     config: ConfigSource | Config = None,
-) -> Plan:
+) -> RestorePlan:
     """What `restore` would fetch. It reads manifests, the ends of segments that are in none yet, and the
     index of a checkpoint; nothing is written."""
     store, _ = store_of(tier, config)
@@ -55,7 +55,7 @@ def plan(
         store.close()
 
 
-def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
+def plan_with(store: Store, at: Moment, *, seams: Seams) -> RestorePlan:
     archive = open_archive(store)
     fetcher = Fetcher(store, clock=seams.clock)
     reached = reach(archive, at)
@@ -73,7 +73,7 @@ def plan_with(store: Store, at: Moment, *, seams: Seams) -> Plan:
         full_bytes += point.checkpoint.size + sum(index.packs.values())
     first = point.segments[0].first
     older = [each.size for each in reached.all.segments if each.first < first]
-    return Plan(
+    return RestorePlan(
         uri=store.uri,
         seq=point.seq,
         epoch=reached.epoch,

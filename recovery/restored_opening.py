@@ -24,7 +24,7 @@ from lowwater.engine.database.core import Core, EngineOptions
 from lowwater.engine.database.database import Database
 from lowwater.engine.database.opening import PAGES_DIRECTORY, configured, open_with
 from lowwater.engine.database.origin import ORIGIN, Origin, log_directory_of, read_origin, write_origin
-from lowwater.engine.database.reads import Reading
+from lowwater.engine.database.reads import Reads
 from lowwater.engine.database.redo import Progress
 from lowwater.engine.database.space import kept_free_bytes
 from lowwater.engine.database.tier import ShippingStatus
@@ -422,7 +422,7 @@ def open_to_read(
     seams: Seams | None = None,
     pages: PageStore | None = None,
     log_directory: str | None = None,
-) -> Reading:
+) -> Reads:
     """What was restored, without going on with its log: nothing is appended to it."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
     parent = ParentTier(path, store, seams)
@@ -432,7 +432,7 @@ def open_to_read(
         try:
             meta = meta_of(log, opened)
             assert meta is not None, "a log that was restored has its first entry, or pages"
-            core = Reading(
+            core = Reads(
                 log,
                 opened,
                 meta,

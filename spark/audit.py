@@ -16,18 +16,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.spark.jobs import Progress, grouped, run_job
-from lowwater.spark.plan import Place, open_own, store_place
+from lowwater.spark.plan import PartPlace, open_own, store_place
 from lowwater.spark.tasks import cores_of
 from lowwater.tiering.names import parse
 from lowwater.tiering.scrub import Scrub
 from lowwater.tiering.scrub_objects import (
     Item,
-    Known,
+    KnownOfArchive,
     Look,
-    Seen,
-    Wanted,
+    SeenObject,
     WantedCheckpoint,
     WantedList,
+    WantedObject,
     WantedSegment,
     WantedState,
     look_with_threads,
@@ -75,7 +75,7 @@ def look_in_spark(
     """For a `Scrub`: who looks at the objects of the store at `uri`."""
     place = store_place(uri, options)
 
-    def look(store: WatchedStore, known: Known, items: list[Item]) -> Iterator[Seen]:
+    def look(store: WatchedStore, known: KnownOfArchive, items: list[Item]) -> Iterator[SeenObject]:
         groups = grouped(items, partial(_cost, known.deep), 2 * cores_of(spark))
         done = run_job(
             spark,
@@ -91,19 +91,19 @@ def look_in_spark(
     return look
 
 
-class _Looked(NamedTuple):
-    seen: list[Seen]
+class _AuditLook(NamedTuple):
+    seen: list[SeenObject]
     bytes: int
     requests: int
 
 
-def _look_at(place: Place, known: Known, items: list[Item]) -> _Looked:
+def _look_at(place: PartPlace, known: KnownOfArchive, items: list[Item]) -> _AuditLook:
     """One task."""
     opened = open_own(place)
     try:
         store = WatchedStore(opened)
         seen = list(look_with_threads(AT_ONCE)(store, known, items))
-        return _Looked(seen, store.bytes, store.requests)
+        return _AuditLook(seen, store.bytes, store.requests)
     finally:
         opened.close()
 
@@ -124,7 +124,7 @@ def _what(item: Item) -> str:
         return "blocks of checkpoints"
     if isinstance(item, WantedCheckpoint):
         return "checkpoints"
-    if not isinstance(item, Wanted):
+    if not isinstance(item, WantedObject):
         return "objects that nothing reaches"
     found = parse(item.name)
     return "packs" if found is not None and found.type == "pack" else "manifests"

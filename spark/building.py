@@ -37,8 +37,17 @@ from lowwater.spark.control import due_at
 from lowwater.spark.cutting import BLOCK_TYPES, cut_fragments, cut_part, described_in
 from lowwater.spark.entry_columns import as_arrow, schema_of
 from lowwater.spark.jobs import Progress, errors_of_tasks
-from lowwater.spark.pinned_archive import Archive, Base, Readers, StoreOptions, Wanted
-from lowwater.spark.plan import PART_BYTES, Pinned, Place, Verify, creation_of, open_own, open_place, seq_of
+from lowwater.spark.pinned_archive import BaseCheckpoint, PinnedArchive, Readers, StoreOptions, WantedParts
+from lowwater.spark.plan import (
+    PART_BYTES,
+    PartPlace,
+    Pinned,
+    Verify,
+    creation_of,
+    open_own,
+    open_place,
+    seq_of,
+)
 from lowwater.spark.reading import CONTENT_COLUMNS, CONTENT_TYPES, checkpoint_content, newest_content
 from lowwater.spark.tasks import cores_of, map_batches
 from lowwater.tiering.built_checkpoints import built_checkpoints
@@ -99,7 +108,7 @@ def build_checkpoint(
     It begins with the newest shipped checkpoint before, and takes only the log above it; `from_segments`
     believes none, and reads the whole log.
     """
-    archive = Archive.open(spark, uri, options, verify, part_bytes)
+    archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     if archive.pinned.place.is_log:
         raise InvalidEntry(
             "this is the directory of a log, and no archive",
@@ -128,7 +137,7 @@ def root_as_of(
 ) -> str:
     """The root of the content as of a seq or a time, or of all that was shipped: what `db.root(seq)` says.
     Nothing is written."""
-    archive = Archive.open(spark, uri, options, verify, part_bytes)
+    archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     store = open_place(archive.pinned.place)
     builder = _Builder(archive, store, creation_of(archive.pinned), from_segments, _nobody)
     try:
@@ -138,7 +147,7 @@ def root_as_of(
         builder.close()
 
 
-def _entry_of(archive: Archive, moment: int | None) -> int:
+def _entry_of(archive: PinnedArchive, moment: int | None) -> int:
     """The seq of a checkpoint entry that counts."""
     pinned = archive.pinned
     if moment is not None:
@@ -180,7 +189,12 @@ def _newest_entry(pinned: Pinned, seq: int) -> int:
 
 class _Builder:
     def __init__(
-        self, archive: Archive, store: Store, creation: Creation, from_segments: bool, progress: Progress
+        self,
+        archive: PinnedArchive,
+        store: Store,
+        creation: Creation,
+        from_segments: bool,
+        progress: Progress,
     ) -> None:
         assert creation.settings.page_keys is not None
         assert creation.settings.inline_bytes_max is not None
@@ -208,10 +222,10 @@ class _Builder:
         parts = lists_of((each.listed for each in in_order(described)), self._lists.is_boundary)
         return root_of(hash_of(encode_list(part)) for part in parts).hex()
 
-    def _begin(self, seq: int) -> Base | None:
+    def _begin(self, seq: int) -> BaseCheckpoint | None:
         """The newest shipped checkpoint up to a seq."""
         known = [each for each in self._pinned.checkpoints if each.seq <= seq and not self._from_segments]
-        return Base.of(self._fetcher, known)
+        return BaseCheckpoint.of(self._fetcher, known)
 
     def build(self, seq: int) -> Built:
         # One of this very seq is what is to be made.
@@ -291,7 +305,7 @@ class _Builder:
     # ------------------------------------------------------------------ blocks
 
     @contextmanager
-    def _blocks(self, seq: int, base: Base | None) -> Iterator[DataFrame]:
+    def _blocks(self, seq: int, base: BaseCheckpoint | None) -> Iterator[DataFrame]:
         """All blocks, on the disks of executors."""
         from pyspark import StorageLevel
 
@@ -300,7 +314,7 @@ class _Builder:
             checkpoint_content,
             CONTENT_TYPES,
         )
-        rows = self._archive.newest(Wanted(CONTENT_COLUMNS, buckets=True), seq, base, readers)
+        rows = self._archive.newest(WantedParts(CONTENT_COLUMNS, buckets=True), seq, base, readers)
         in_order = rows.repartitionByRange(self._ranges(seq, base), "ekey").sortWithinPartitions("ekey")
         schema = schema_of(BLOCK_TYPES, tuple(BLOCK_TYPES))
         pieces = map_batches(in_order, partial(cut_part, boundaries=self._boundaries), schema)
@@ -315,7 +329,7 @@ class _Builder:
             blocks.unpersist()
             pieces.unpersist()
 
-    def _ranges(self, seq: int, base: Base | None) -> int:
+    def _ranges(self, seq: int, base: BaseCheckpoint | None) -> int:
         frames = sum(each.frame_count for each in self._pinned.segments if each.first <= seq)
         if base is not None:
             above = [each for each in self._pinned.segments if base.descriptor.seq < each.first <= seq]
@@ -461,7 +475,7 @@ def keep(store: Store, name: str, data: bytes) -> bool:
 _stores: dict[object, Store] = {}
 
 
-def write_packs(batches: Iterator[pa.RecordBatch], place: Place) -> Iterator[pa.RecordBatch]:
+def write_packs(batches: Iterator[pa.RecordBatch], place: PartPlace) -> Iterator[pa.RecordBatch]:
     """Blocks in order, with the numbers of their packs."""
     store = _stores.get(place.known_as)
     if store is None:

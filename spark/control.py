@@ -27,10 +27,10 @@ from lowwater.engine.state.catalogue import Catalogue
 from lowwater.engine.state.due import Due
 from lowwater.engine.state.sessions import SESSION_KINDS, rows_of_control
 from lowwater.engine.state.state import State
-from lowwater.engine.state.transaction_table import Row
+from lowwater.engine.state.transaction_table import TransactionRow
 from lowwater.spark.entry_columns import arrow_schema, as_arrow, schema_of
-from lowwater.spark.pinned_archive import Archive, Base
-from lowwater.spark.plan import Part, Selection
+from lowwater.spark.pinned_archive import BaseCheckpoint, PinnedArchive
+from lowwater.spark.plan import Part, PlanSelection
 from lowwater.spark.reading import seq_first_of
 from lowwater.spark.replay import END_COLUMNS, ROLLED_BACK, ends_of, needed, numbers, one_batch, there
 from lowwater.spark.segments import raw_batches
@@ -169,11 +169,11 @@ def _batches(items: list[Item]) -> Iterator[pa.RecordBatch]:
 # ---------------------------------------------------------------------------- on the driver
 
 
-def due_at(archive: Archive, seq: int, creation: Creation, base: Base | None) -> Due:
+def due_at(archive: PinnedArchive, seq: int, creation: Creation, base: BaseCheckpoint | None) -> Due:
     """What the checkpoint entry `seq` asks for, with the control part as of it. What was up to `base` is
     known from there."""
     begin = archive.pinned.seq_first if base is None else base.descriptor.seq + 1
-    parts = archive.parts(Selection(begin, seq))
+    parts = archive.parts(PlanSelection(begin, seq))
     kinds = archive.kinds(archive.pinned.seq_first, seq)
     items = _collect(run_tasks(archive.spark, parts, control_items, ITEM_SCHEMA))
     if Kind.SESSION_OPEN in kinds:
@@ -200,12 +200,12 @@ def _collect(frame: DataFrame) -> list[Item]:
     return [Item(*row.values()) for row in frame.toArrow().to_pylist()]
 
 
-def _frames_of_open(archive: Archive, seq: int, opened: set[int]) -> list[Item]:
+def _frames_of_open(archive: PinnedArchive, seq: int, opened: set[int]) -> list[Item]:
     """All frames of transactions that are open at the checkpoint, and what others have written to their keys
     since: whoever did has doomed them."""
     if not opened:
         return []
-    parts = archive.parts(Selection(min(opened), seq))
+    parts = archive.parts(PlanSelection(min(opened), seq))
     txns = frozenset(opened)
     inside = [Concerned(part, txns, frozenset()) for part in parts]
     frames = _collect(run_tasks(archive.spark, inside, concerned_items, ITEM_SCHEMA))
@@ -226,7 +226,9 @@ def _name_of(payload: bytes | None) -> tuple[str, str] | None:
     return payload[start:middle].decode(), payload[middle : middle + key_len].decode()
 
 
-def _state(archive: Archive, seq: int, creation: Creation, base: Base | None, opened: set[int]) -> State:
+def _state(
+    archive: PinnedArchive, seq: int, creation: Creation, base: BaseCheckpoint | None, opened: set[int]
+) -> State:
     settings = creation.settings
     assert settings.page_keys is not None
     assert settings.inline_bytes_max is not None
@@ -248,7 +250,7 @@ def _state(archive: Archive, seq: int, creation: Creation, base: Base | None, op
         for txn, snapshot_seq, _, doomed, _ in body.get("transactions", ()):
             if txn in opened:
                 # Of its frames the log tells the rest, but for what others have done to it.
-                state.transactions.put(Row(txn, snapshot_seq, snapshot_seq, txn, doomed=doomed))
+                state.transactions.put(TransactionRow(txn, snapshot_seq, snapshot_seq, txn, doomed=doomed))
         state.decide_keeping()
     state.catalogue = catalogue_as_of(archive, seq)
     return state
@@ -258,7 +260,7 @@ def _no_value(_: bytes) -> Any:
     raise AssertionError("nothing is read here")
 
 
-def catalogue_as_of(archive: Archive, seq: int) -> Catalogue:
+def catalogue_as_of(archive: PinnedArchive, seq: int) -> Catalogue:
     catalogue = Catalogue()
     for records in (archive.pinned.segments, archive.pinned.checkpoints, archive.pinned.forks):
         for record in records:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowwater.engine.format.format import Kind
 from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.spark.jobs import Progress, grouped, run_job
-from lowwater.spark.plan import Place, pin
+from lowwater.spark.plan import PartPlace, pin
 from lowwater.spark.segments import fetcher_of
 from lowwater.spark.tasks import cores_of
 from lowwater.tiering.remote_segment import RemoteSegment
@@ -73,7 +73,7 @@ def count(
     )
 
 
-def _kinds(place: Place, segments: list[tuple[str, SegmentDescriptor]]) -> Counter[int]:
+def _kinds(place: PartPlace, segments: list[tuple[str, SegmentDescriptor]]) -> Counter[int]:
     """One task."""
     fetcher = fetcher_of(place)
     kinds: Counter[int] = Counter()

@@ -48,7 +48,7 @@ _SCHEMA = as_arrow(BLOCK_TYPES)
 BATCH_BYTES = 2**21
 
 
-class Row(NamedTuple):
+class CutRow(NamedTuple):
     key: bytes
     seq: int
     time_us: int
@@ -65,10 +65,10 @@ class Cut(NamedTuple):
     data: bytes
 
 
-def cut(rows: Iterable[Row], boundaries: Boundaries, *, is_all: bool) -> Iterator[Cut]:
+def cut(rows: Iterable[CutRow], boundaries: Boundaries, *, is_all: bool) -> Iterator[Cut]:
     """Blocks, in order. Where that is not all there is, the first rows and the last are a fragment each,
     since what lies before and after may belong to them."""
-    open_rows: list[Row] = []
+    open_rows: list[CutRow] = []
     is_fragment = not is_all
     for row in rows:
         if open_rows and boundaries.is_boundary(row.key) and not _is_same_page(open_rows[-1].key, row.key):
@@ -83,7 +83,7 @@ def _is_same_page(before: bytes, key: bytes) -> bool:
     return len(key) > PAGE_KEY_BYTES and page_key(before) == page_key(key)
 
 
-def _cut(rows: list[Row], *, is_block: bool) -> Cut:
+def _cut(rows: list[CutRow], *, is_block: bool) -> Cut:
     keys, seqs, times, flags, metadata, values, places = zip(*rows, strict=True)
     data = encode_rows(
         Rows(list(keys), array("Q", seqs), array("Q", times), bytes(flags), list(metadata), values)
@@ -95,27 +95,27 @@ def _cut(rows: list[Row], *, is_block: bool) -> Cut:
     return Cut(is_block, Described(listed, places_hash, len(encoded)), keys[0], data + encoded)
 
 
-def rows_of_fragment(data: bytes, described: Described) -> Iterator[Row]:
+def rows_of_fragment(data: bytes, described: Described) -> Iterator[CutRow]:
     block_bytes = described.listed.block_bytes
     rows = decode_rows(data[:block_bytes], described.listed.block_hash)
     places = iter(decode_places(data[block_bytes:], described.places_hash) if described.places_bytes else ())
     for key, seq, time_us, flags, metadata, value in zip(
         rows.keys, rows.seqs, rows.times, rows.flags, rows.metadata, rows.values, strict=True
     ):
-        yield Row(key, seq, time_us, flags, metadata, value, next(places) if flags & REFERENCE else (0, 0))
+        yield CutRow(key, seq, time_us, flags, metadata, value, next(places) if flags & REFERENCE else (0, 0))
 
 
 # ---------------------------------------------------------------------------- as tasks do it
 
 
-def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[CutRow]:
     """Of content, in order."""
     for batch in batches:
         *columns, segments, positions = (
             batch.column(name).to_pylist()
             for name in ("ekey", "seq", "time_us", "flags", "metadata", "value", "segment", "position")
         )
-        yield from map(Row, *columns, zip(segments, positions, strict=True))
+        yield from map(CutRow, *columns, zip(segments, positions, strict=True))
 
 
 def cut_part(batches: Iterator[pa.RecordBatch], boundaries: Boundaries) -> Iterator[pa.RecordBatch]:

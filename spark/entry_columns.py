@@ -102,7 +102,7 @@ def arrow_schema(columns: Sequence[str]) -> pa.Schema:
     return pa.schema([pa.field(name, _TYPES[COLUMNS[name]]) for name in columns])
 
 
-class Batch:
+class FrameBatch:
     """Frames of one segment, of which columns are made. `base` is where their data begins in it."""
 
     def __init__(self, frames: Frames, base: int, segment_first: int) -> None:
@@ -158,11 +158,11 @@ def _signed(numbers: npt.NDArray[Any], what: str) -> npt.NDArray[np.int64]:
     return found
 
 
-def _of_all(name: str, field: str) -> Callable[[Batch], pa.Array]:
+def _of_all(name: str, field: str) -> Callable[[FrameBatch], pa.Array]:
     """A number of the fixed part."""
     dtype = _NUMPY[COLUMNS[name]]
 
-    def make(batch: Batch) -> pa.Array:
+    def make(batch: FrameBatch) -> pa.Array:
         numbers = batch.frames.fixed[field]
         if numbers.dtype.itemsize == 8:
             return pa.array(_signed(numbers, name))
@@ -171,10 +171,10 @@ def _of_all(name: str, field: str) -> Callable[[Batch], pa.Array]:
     return make
 
 
-def _of_some(name: str, flag: Flag, offset: int) -> Callable[[Batch], pa.Array]:
+def _of_some(name: str, flag: Flag, offset: int) -> Callable[[FrameBatch], pa.Array]:
     """A number of eight bytes in an optional group."""
 
-    def make(batch: Batch) -> pa.Array:
+    def make(batch: FrameBatch) -> pa.Array:
         places = batch.having(flag)
         return _scattered(
             len(batch), places, _signed(batch.frames.group(flag, offset, "<u8", places), name), pa.int64()
@@ -194,17 +194,17 @@ def _scattered(count: int, places: _Places, numbers: npt.NDArray[Any], kind: pa.
     return pa.array(values, kind, mask=absent)
 
 
-def _time(batch: Batch) -> pa.Array:
+def _time(batch: FrameBatch) -> pa.Array:
     return pa.array(_signed(batch.frames.fixed["time_us"], "time")).cast(_TYPES["timestamp"])
 
 
-def _refused(batch: Batch) -> pa.Array:
+def _refused(batch: FrameBatch) -> pa.Array:
     places = batch.having(Flag.REFUSED)
     codes = _gathered(batch, batch.frames.value_starts[places], "<u2")
     return _scattered(len(batch), places, codes.astype("<i4"), pa.int32())
 
 
-def _value_length(batch: Batch) -> pa.Array:
+def _value_length(batch: FrameBatch) -> pa.Array:
     lengths = batch.frames.ends - batch.frames.value_starts
     lengths[batch.having(Flag.REFUSED)] = 0
     places = batch.having(Flag.VALUE_REF)
@@ -213,28 +213,28 @@ def _value_length(batch: Batch) -> pa.Array:
     return pa.array(lengths)
 
 
-def _value_seq(batch: Batch) -> pa.Array:
+def _value_seq(batch: FrameBatch) -> pa.Array:
     places = batch.having(Flag.VALUE_REF)
     return _scattered(len(batch), places, _signed(_reference(batch, places, 8), "value_seq"), pa.int64())
 
 
-def _reference(batch: Batch, places: _Places, offset: int) -> npt.NDArray[Any]:
+def _reference(batch: FrameBatch, places: _Places, offset: int) -> npt.NDArray[Any]:
     return _gathered(batch, batch.frames.value_starts[places] + offset, "<u8")
 
 
-def _gathered(batch: Batch, starts: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[Any]:
+def _gathered(batch: FrameBatch, starts: npt.NDArray[np.int64], dtype: str) -> npt.NDArray[Any]:
     return gather(batch.frames.data, np.dtype(dtype), starts)
 
 
-def _segment(batch: Batch) -> pa.Array:
+def _segment(batch: FrameBatch) -> pa.Array:
     return pa.array(np.full(len(batch), batch.segment_first, np.int64))
 
 
-def _position(batch: Batch) -> pa.Array:
+def _position(batch: FrameBatch) -> pa.Array:
     return pa.array(batch.frames.positions + batch.base)
 
 
-def _frame_length(batch: Batch) -> pa.Array:
+def _frame_length(batch: FrameBatch) -> pa.Array:
     return pa.array(batch.frames.ends - batch.frames.positions)
 
 
@@ -243,26 +243,26 @@ def _frame_length(batch: Batch) -> pa.Array:
 _KINDS = pa.array([name or "" for name in KIND_NAMES], pa.string())
 
 
-def _kind(batch: Batch) -> pa.Array:
+def _kind(batch: FrameBatch) -> pa.Array:
     return _KINDS.take(pa.array(batch.frames.kinds))
 
 
-def _bucket(batch: Batch) -> pa.Array:
+def _bucket(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     return slices(frames.data, frames.bucket_starts, frames.key_starts, text=True)
 
 
-def _key(batch: Batch) -> pa.Array:
+def _key(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     return slices(frames.data, frames.key_starts, frames.metadata_starts, text=True)
 
 
-def _metadata_bytes(batch: Batch) -> pa.Array:
+def _metadata_bytes(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     return slices(frames.data, frames.metadata_starts, frames.value_starts, text=False)
 
 
-def _value(batch: Batch) -> pa.Array:
+def _value(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     refused, referring = batch.having(Flag.REFUSED), batch.having(Flag.VALUE_REF)
     ends, absent = frames.ends, None
@@ -275,12 +275,12 @@ def _value(batch: Batch) -> pa.Array:
     return slices(frames.data, frames.value_starts, ends, text=False, absent=absent)
 
 
-def _payload(batch: Batch) -> pa.Array:
+def _payload(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     return slices(frames.data, frames.positions + format.FRAME_BYTES, frames.ends, text=False)
 
 
-def _savepoint(batch: Batch) -> pa.Array:
+def _savepoint(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     places = np.flatnonzero((frames.kinds == int(Kind.ABORT)) & (batch.flags & int(Flag.REFUSED) == 0))
     found = []
@@ -293,7 +293,7 @@ def _savepoint(batch: Batch) -> pa.Array:
     return _scattered(len(batch), places[back], savepoints, pa.int64())
 
 
-def _request_hash(batch: Batch) -> pa.Array:
+def _request_hash(batch: FrameBatch) -> pa.Array:
     places = batch.having(Flag.REQUEST_HASH)
     if not len(places):
         return pa.nulls(len(batch), pa.binary())
@@ -306,11 +306,11 @@ def _request_hash(batch: Batch) -> pa.Array:
 _GROUP_SIZES = np.array(format.GROUP_BYTES, dtype=np.int64)
 
 
-def _before(batch: Batch) -> pa.Array:
+def _before(batch: FrameBatch) -> pa.Array:
     return _some_slices(batch, *_before_bounds(batch))
 
 
-def _before_bounds(batch: Batch) -> tuple[_Places, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _before_bounds(batch: FrameBatch) -> tuple[_Places, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The places of the frames with a before-image, and where these begin and end."""
     places = batch.having(Flag.BEFORE)
     frames = batch.frames
@@ -333,7 +333,7 @@ class _Images(NamedTuple):
         return _Images._make(each[wanted] for each in self)
 
 
-def _images(batch: Batch) -> _Images:
+def _images(batch: FrameBatch) -> _Images:
     places, starts, ends = _before_bounds(batch)
     full = np.flatnonzero(ends > starts)
     places, starts, ends = places[full], starts[full], ends[full]
@@ -352,7 +352,7 @@ def _images(batch: Batch) -> _Images:
     return _Images(places, starts, metadata_starts, value_starts, ends, is_large)
 
 
-def _before_seq(batch: Batch) -> pa.Array:
+def _before_seq(batch: FrameBatch) -> pa.Array:
     images = _images(batch)
     seqs = np.zeros(len(batch), np.int64)
     seqs[images.places] = _signed(_gathered(batch, images.starts, "<u8"), "before_seq")
@@ -360,25 +360,25 @@ def _before_seq(batch: Batch) -> pa.Array:
     return _scattered(len(batch), places, seqs[places], pa.int64())
 
 
-def _before_time(batch: Batch) -> pa.Array:
+def _before_time(batch: FrameBatch) -> pa.Array:
     images = _images(batch)
     times = _signed(_gathered(batch, images.starts + 8, "<u8"), "before_time")
     return _scattered(len(batch), images.places, times, pa.int64()).cast(_TYPES["timestamp"])
 
 
-def _before_metadata(batch: Batch) -> pa.Array:
+def _before_metadata(batch: FrameBatch) -> pa.Array:
     images = _images(batch)
     images = images.taken(images.value_starts > images.metadata_starts)
     return _maps_at(batch, images.places, images.metadata_starts, images.value_starts)
 
 
-def _before_value(batch: Batch) -> pa.Array:
+def _before_value(batch: FrameBatch) -> pa.Array:
     images = _images(batch)
     images = images.taken(~images.is_large)
     return _some_slices(batch, images.places, images.value_starts, images.ends)
 
 
-def _before_value_length(batch: Batch) -> pa.Array:
+def _before_value_length(batch: FrameBatch) -> pa.Array:
     images = _images(batch)
     lengths = images.ends - images.value_starts
     large = np.flatnonzero(images.is_large)
@@ -386,13 +386,13 @@ def _before_value_length(batch: Batch) -> pa.Array:
     return _scattered(len(batch), images.places, lengths, pa.int64())
 
 
-def _before_value_hash(batch: Batch) -> pa.Array:
+def _before_value_hash(batch: FrameBatch) -> pa.Array:
     images = _images(batch)
     images = images.taken(images.is_large)
     return _some_slices(batch, images.places, images.value_starts + 8, images.ends)
 
 
-def _value_hash(batch: Batch) -> pa.Array:
+def _value_hash(batch: FrameBatch) -> pa.Array:
     places = batch.having(Flag.VALUE_REF)
     if not len(places):
         return pa.nulls(len(batch), pa.binary())
@@ -401,7 +401,7 @@ def _value_hash(batch: Batch) -> pa.Array:
 
 
 def _some_slices(
-    batch: Batch, places: _Places, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    batch: FrameBatch, places: _Places, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> pa.Array:
     """Slices that few frames have: null for the others."""
     if not len(places):
@@ -418,14 +418,14 @@ def _some_slices(
 # ---------------------------------------------------------------------------- metadata
 
 
-def _metadata(batch: Batch) -> pa.Array:
+def _metadata(batch: FrameBatch) -> pa.Array:
     frames = batch.frames
     places = np.flatnonzero(frames.fixed["metadata_len"])
     return _maps_at(batch, places, frames.metadata_starts[places], frames.value_starts[places])
 
 
 def _maps_at(
-    batch: Batch, places: _Places, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    batch: FrameBatch, places: _Places, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
 ) -> pa.Array:
     """Maps that some frames have: null for the others."""
     if not len(places):
@@ -439,7 +439,7 @@ def _maps_at(
     return decoded.take(pa.array(indices, mask=absent))
 
 
-_MAKERS: dict[str, Callable[[Batch], pa.Array]] = {
+_MAKERS: dict[str, Callable[[FrameBatch], pa.Array]] = {
     "seq": _of_all("seq", "seq"),
     "kind": _kind,
     "bucket": _bucket,

@@ -22,7 +22,7 @@ import pyarrow as pa
 from lowwater.engine.seams.real import RealRandomness
 from lowwater.errors import Corrupt, InvalidConfig, LogDivergence, OtherCluster, VersionGone
 from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS, arrow_schema, schema_of
-from lowwater.spark.exported import Plan, Run, Target, note_done, runs_in, stem
+from lowwater.spark.exported import ExportPlan, Run, Target, note_done, runs_in, stem
 from lowwater.spark.frames import (
     CHANGES_TYPES,
     STATE_COLUMNS,
@@ -32,14 +32,14 @@ from lowwater.spark.frames import (
     versions,
 )
 from lowwater.spark.jobs import Progress, run_job, waited_for
-from lowwater.spark.parquet_files import BUFFER_BYTES, COMPRESSIONS, File, ParquetFiles, PartitionBy
+from lowwater.spark.parquet_files import BUFFER_BYTES, COMPRESSIONS, ParquetFile, ParquetFiles, PartitionBy
 from lowwater.spark.plan import (
     PART_BYTES,
     Part,
-    Piece,
+    PartPlace,
     Pinned,
-    Place,
-    Selection,
+    PlanPiece,
+    PlanSelection,
     Verify,
     open_own,
     parts,
@@ -135,7 +135,7 @@ def export_parquet(
             target.tidy(last.number)
             return Exported(store.uri, what, last.seq_last + 1, last.seq_last, 0, 0, 0)
         plan = target.begin(plan)
-        job = _Job(place, plan.number, partition_by, compression)
+        job = _ExportJob(place, plan.number, partition_by, compression)
         if what == "log":
             files = _export_log(spark, target, pinned, plan, job, verify, progress)
         else:
@@ -241,7 +241,7 @@ def _require_same(target: Target, pinned: Pinned, wanted: Mapping[str, Any]) -> 
             seq=before.seq_last,
             hint=HINT,
         )
-    first = before.seq_first if isinstance(before, Plan) else before.seq_last + 1
+    first = before.seq_first if isinstance(before, ExportPlan) else before.seq_last + 1
     if first <= pinned.seq_before:
         raise VersionGone(
             f"the entries from {first} to {pinned.seq_before} are gone, and were not exported",
@@ -267,7 +267,7 @@ def _require_same(target: Target, pinned: Pinned, wanted: Mapping[str, Any]) -> 
         )
 
 
-def _require_state(before: Run | Plan, seq: int, target: Target) -> None:
+def _require_state(before: Run | ExportPlan, seq: int, target: Target) -> None:
     if before.seq_last != seq:
         raise InvalidConfig(
             f"the state as of seq {before.seq_last} is here, and not of {seq}",
@@ -283,7 +283,7 @@ def _plan(
     at: Moment,
     part_bytes: int,
     tasks_min: int,
-) -> Plan | None:
+) -> ExportPlan | None:
     """What there is to export that was not exported yet; None for nothing."""
     last = seq_of(pinned, at)
     before = target.last
@@ -301,24 +301,24 @@ def _plan(
             [[each.segment.first, each.frame_first, each.frame_stop] for each in part.pieces]
             for part in found
         ]
-    return Plan(
+    return ExportPlan(
         target.next_number, wanted, pinned.cluster_id.hex(), first, last, pinned.segment_hash(last), pieces
     )
 
 
-def _selection(wanted: Mapping[str, Any], first: int, last: int) -> Selection:
+def _selection(wanted: Mapping[str, Any], first: int, last: int) -> PlanSelection:
     kinds = None if wanted["kinds"] is None else frozenset(wanted["kinds"])
-    return Selection(first, last, kinds=kinds, bucket=wanted["bucket"], prefix=wanted["prefix"])
+    return PlanSelection(first, last, kinds=kinds, bucket=wanted["bucket"], prefix=wanted["prefix"])
 
 
 # ---------------------------------------------------------------------------- tasks
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ExportJob:
     """What every task has to know of where its files belong."""
 
-    place: Place
+    place: PartPlace
     run: int
     partition_by: PartitionBy | None
     compression: str
@@ -338,11 +338,11 @@ def _export_log(
     spark: SparkSession,
     target: Target,
     pinned: Pinned,
-    plan: Plan,
-    job: _Job,
+    plan: ExportPlan,
+    job: _ExportJob,
     verify: Verify,
     progress: Progress | None,
-) -> list[File]:
+) -> list[ParquetFile]:
     segments = {segment.first: segment for segment in pinned.segments}
     selection = _selection(plan.wanted, plan.seq_first, plan.seq_last)
     done = target.done()
@@ -358,7 +358,7 @@ def _export_log(
                 hint="`lowwater scrub` says which are gone",
             )
         part = tuple(
-            Piece(pinned.name_of(segments[first]), segments[first], start, stop)
+            PlanPiece(pinned.name_of(segments[first]), segments[first], start, stop)
             for first, start, stop in pieces
         )
         items.append((number, Part(pinned.place, part, selection, verify)))
@@ -370,7 +370,7 @@ def _export_log(
     return [file for number in sorted(done) for file in done[number]]
 
 
-def _export_part(job: _Job, columns: Sequence[str], item: tuple[int, Part]) -> list[File]:
+def _export_part(job: _ExportJob, columns: Sequence[str], item: tuple[int, Part]) -> list[ParquetFile]:
     number, part = item
     store = open_own(job.place, read_only=False)
     try:
@@ -388,7 +388,7 @@ def _frame(
     spark: SparkSession,
     uri: str,
     what: str,
-    plan: Plan,
+    plan: ExportPlan,
     *,
     options: Mapping[str, str] | None,
     verify: Verify,
@@ -406,16 +406,21 @@ def _frame(
     return made(spark, uri, start=plan.seq_first, end=plan.seq_last, **named)
 
 
-def _export_frame(spark: SparkSession, frame: DataFrame, job: _Job, progress: Progress | None) -> list[File]:
+def _export_frame(
+    spark: SparkSession, frame: DataFrame, job: _ExportJob, progress: Progress | None
+) -> list[ParquetFile]:
     # Attempts of this call meet no file of another one.
     token = RealRandomness().token(4).hex()
     write = partial(_write_rows, job, token)
     noted = map_batches(frame, write, "name string, rows bigint, bytes bigint")
     rows = waited_for(spark, noted.collect, "rows", 0, progress or (lambda _what, _done, _total: None))
-    return [File(row["name"], row["rows"], row["bytes"]) for row in sorted(rows, key=lambda row: row["name"])]
+    return [
+        ParquetFile(row["name"], row["rows"], row["bytes"])
+        for row in sorted(rows, key=lambda row: row["name"])
+    ]
 
 
-def _write_rows(job: _Job, token: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _write_rows(job: _ExportJob, token: str, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     from pyspark import TaskContext
 
     context = TaskContext.get()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lowwater.errors import Corrupt, InvalidConfig, NewerVersion, NotFound
-from lowwater.spark.parquet_files import File
+from lowwater.spark.parquet_files import ParquetFile
 from lowwater.spark.plan import open_own, store_place
 from lowwater.tiering.store import Store, at
 
@@ -41,10 +41,10 @@ class Run(NamedTuple):
     segment: str
     """The hash of the segment with the last entry: what goes on from another one is another log."""
     rows: int
-    files: list[File]
+    files: list[ParquetFile]
 
 
-class Plan(NamedTuple):
+class ExportPlan(NamedTuple):
     """A run that does not count yet."""
 
     number: int
@@ -103,26 +103,26 @@ class Target:
 
     def _run(self, number: int) -> Run:
         document = self._json(_manifest(number))
-        files = [File(**file) for file in document.pop("files")]
+        files = [ParquetFile(**file) for file in document.pop("files")]
         return Run(**document, files=files)
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> ExportPlan | None:
         """What a run that was stopped had begun to do."""
-        return Plan(**self._json(_planned(self.next_number))) if self._is_planned else None
+        return ExportPlan(**self._json(_planned(self.next_number))) if self._is_planned else None
 
-    def done(self) -> dict[int, list[File]]:
+    def done(self) -> dict[int, list[ParquetFile]]:
         """The tasks of that run that are done, with their files."""
         prefix = _receipts(self.next_number)
         return {
             int(found.name.removeprefix(prefix).removesuffix(".json")): [
-                File(**file) for file in self._json(found.name)["files"]
+                ParquetFile(**file) for file in self._json(found.name)["files"]
             ]
             for found in self._store.list(prefix)
         }
 
     # ------------------------------------------------------------------ writing
 
-    def begin(self, plan: Plan) -> Plan:
+    def begin(self, plan: ExportPlan) -> ExportPlan:
         """Note what this run does. Where somebody else was faster, theirs counts."""
         self._store.delete(SUCCESS)
         if not self._write(_planned(plan.number), plan._asdict()):
@@ -168,7 +168,7 @@ class Target:
         return bool(self._store.write(name, [data], size=len(data)))
 
 
-def note_done(store: Store, run: int, task: int, files: list[File]) -> None:
+def note_done(store: Store, run: int, task: int, files: list[ParquetFile]) -> None:
     """What a task leaves when its files are there."""
     document = {"version": VERSION, "files": [file._asdict() for file in files]}
     data = json.dumps(document).encode()

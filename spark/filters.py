@@ -24,12 +24,12 @@ from pyspark.sql.datasource import (
 )
 
 from lowwater.engine.format.moments import time_us_of
-from lowwater.spark.plan import Selection
+from lowwater.spark.plan import PlanSelection
 
 _NEVER_NULL = {"seq", "kind", "bucket", "key", "time", "origin"}
 
 
-def narrowed(selection: Selection, filters: Iterable[Filter]) -> tuple[Selection, list[Filter]]:
+def narrowed(selection: PlanSelection, filters: Iterable[Filter]) -> tuple[PlanSelection, list[Filter]]:
     """The selection with what the filters say, and the filters that it cannot say."""
     left = []
     for each in filters:
@@ -41,7 +41,7 @@ def narrowed(selection: Selection, filters: Iterable[Filter]) -> tuple[Selection
     return selection, left
 
 
-def _narrowed(selection: Selection, wanted: Filter) -> Selection | None:
+def _narrowed(selection: PlanSelection, wanted: Filter) -> PlanSelection | None:
     attribute: tuple[str, ...] = getattr(wanted, "attribute", ())
     if len(attribute) != 1:
         return None
@@ -86,25 +86,25 @@ def _is_time(value: Any) -> bool:
     return time_us_of(value) > 0 and time_us_of(value + timedelta(microseconds=1)) > 1
 
 
-def _nothing(selection: Selection) -> Selection:
+def _nothing(selection: PlanSelection) -> PlanSelection:
     return selection._replace(seq_first=1, seq_last=0)
 
 
-def _within(selection: Selection, first: int | None, last: int | None) -> Selection:
+def _within(selection: PlanSelection, first: int | None, last: int | None) -> PlanSelection:
     return selection._replace(
         seq_first=selection.seq_first if first is None else max(selection.seq_first, first),
         seq_last=selection.seq_last if last is None else min(selection.seq_last, last),
     )
 
 
-def _at_times(selection: Selection, first: int | None, last: int | None) -> Selection:
+def _at_times(selection: PlanSelection, first: int | None, last: int | None) -> PlanSelection:
     return selection._replace(
         time_min_us=selection.time_min_us if first is None else max(selection.time_min_us, first),
         time_max_us=selection.time_max_us if last is None else min(selection.time_max_us, last),
     )
 
 
-def _of_text(selection: Selection, column: str, text: str) -> Selection | None:
+def _of_text(selection: PlanSelection, column: str, text: str) -> PlanSelection | None:
     match column:
         case "kind":
             return _of_kinds(selection, frozenset({text}))
@@ -117,13 +117,13 @@ def _of_text(selection: Selection, column: str, text: str) -> Selection | None:
     return None
 
 
-def _of_kinds(selection: Selection, kinds: frozenset[str]) -> Selection:
+def _of_kinds(selection: PlanSelection, kinds: frozenset[str]) -> PlanSelection:
     if selection.kinds is not None:
         kinds &= selection.kinds
     return selection._replace(kinds=kinds)
 
 
-def _of_prefix(selection: Selection, prefix: str) -> Selection:
+def _of_prefix(selection: PlanSelection, prefix: str) -> PlanSelection:
     former = selection.prefix
     if former is None or prefix.startswith(former):
         return selection._replace(prefix=prefix)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS, schema_of
-from lowwater.spark.pinned_archive import Archive, StoreOptions, Wanted
+from lowwater.spark.pinned_archive import PinnedArchive, StoreOptions, WantedParts
 from lowwater.spark.plan import (
     PART_BYTES,
     PASSING_BYTES,
     Part,
-    Selection,
+    PlanSelection,
     Verify,
     require_kinds,
     require_names,
@@ -61,10 +61,10 @@ def log_frame(
     require_columns(columns)
     require_kinds(kinds)
     require_names(bucket=bucket, prefix=prefix)
-    archive = Archive.open(spark, uri, options, verify, part_bytes)
+    archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     first, last = archive.range(start, end)
     wanted = None if kinds is None else frozenset(kinds)
-    selection = Selection(first, last, kinds=wanted, bucket=bucket, prefix=prefix)
+    selection = PlanSelection(first, last, kinds=wanted, bucket=bucket, prefix=prefix)
     items = [(part, tuple(columns)) for part in archive.parts(selection)]
     return run_tasks(spark, items, _entries, schema_of(COLUMNS, columns))
 
@@ -89,8 +89,8 @@ def state_as_of(
     time of its version."""
     require_columns(columns, STATE_COLUMNS)
     require_names(bucket=bucket, prefix=prefix)
-    archive = Archive.open(spark, uri, options, verify, part_bytes)
-    wanted = Wanted(needed(columns, ("frame",)), bucket, prefix)
+    archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
+    wanted = WantedParts(needed(columns, ("frame",)), bucket, prefix)
     return archive.state(wanted, archive.seq(at)).select(*columns)
 
 
@@ -111,9 +111,9 @@ def versions(
     deletions themselves: the kind says which. Those of buckets have an empty key."""
     require_columns(columns, VERSIONS_COLUMNS)
     require_names(bucket=bucket, prefix=prefix)
-    archive = Archive.open(spark, uri, options, verify, part_bytes)
+    archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     first, last = archive.range(start, end)
-    wanted = Wanted(needed(columns, ("bucket", "key", "seq", "frame")), bucket, prefix)
+    wanted = WantedParts(needed(columns, ("bucket", "key", "seq", "frame")), bucket, prefix)
     return archive.versions(wanted, first, last).select(*columns)
 
 
@@ -135,9 +135,9 @@ def changes(
     from pyspark.sql import functions as F  # noqa: N812 — as everybody calls it
 
     require_names(bucket=bucket, prefix=prefix)
-    archive = Archive.open(spark, uri, options, verify, part_bytes)
+    archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     first, last = archive.range(start, end)
-    wanted = Wanted((*VERSIONS_COLUMNS, "frame"), bucket, prefix, buckets=True)
+    wanted = WantedParts((*VERSIONS_COLUMNS, "frame"), bucket, prefix, buckets=True)
     if first <= archive.pinned.seq_first:
         archive.require_beginning()
     news = archive.versions(wanted, first, last).withColumn("is_new", F.lit(True))

@@ -23,7 +23,7 @@ from lowwater.spark.plan import (
     SEQ_MAX,
     SETTINGS_PREFIX,
     Pinned,
-    Selection,
+    PlanSelection,
     Verify,
     require_kinds,
 )
@@ -86,16 +86,16 @@ class Options:
     batch_entries_max: int | None = None
     fail_on_data_loss: bool = True
 
-    def conditions(self) -> Selection:
+    def conditions(self) -> PlanSelection:
         """What is wanted of the entries between two seqs."""
-        selection = Selection(kinds=self.kinds, bucket=self.bucket, prefix=self.prefix, key=self.key)
+        selection = PlanSelection(kinds=self.kinds, bucket=self.bucket, prefix=self.prefix, key=self.key)
         if isinstance(self.start, datetime):
             selection = selection._replace(time_min_us=time_us_of(self.start))
         if isinstance(self.end, datetime):
             selection = selection._replace(time_max_us=min(time_us_of(self.end), format.TIME_US_MAX))
         return selection
 
-    def selection(self, pinned: Pinned) -> Selection:
+    def selection(self, pinned: Pinned) -> PlanSelection:
         """The entries that are meant."""
         selection = self.conditions()
         if isinstance(self.start, int):

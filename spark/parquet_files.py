@@ -31,7 +31,7 @@ NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _ESCAPED = re.compile("[\x00-\x1f\"#%'*/:=?\\\\\x7f{\\[\\]^]|^_|^\\.")
 
 
-class File(NamedTuple):
+class ParquetFile(NamedTuple):
     name: str
     rows: int
     bytes: int
@@ -72,7 +72,7 @@ class ParquetFiles:
         # There is no writer for each: one takes megabytes, whatever it has written.
         self._waiting: dict[str, list[pa.RecordBatch]] = {}
         self._waiting_bytes = 0
-        self._made: list[File] = []
+        self._made: list[ParquetFile] = []
         self._times_full = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -83,7 +83,7 @@ class ParquetFiles:
             self._write()
             self._times_full += 1
 
-    def close(self) -> list[File]:
+    def close(self) -> list[ParquetFile]:
         """Write what is left; all files that there are."""
         self._write()
         return self._made
@@ -97,7 +97,7 @@ class ParquetFiles:
             parts = [memoryview(data)]
             made = send(lambda n=name, p=parts, s=data.size: self._store.write(n, p, size=s))  # type: ignore[misc]
             size = data.size if made else self._store.stat(name).size
-            self._made.append(File(name, len(table), size))
+            self._made.append(ParquetFile(name, len(table), size))
         self._waiting_bytes = 0
 
     def _encoded(self, table: pa.Table) -> pa.Buffer:

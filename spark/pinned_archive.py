@@ -27,7 +27,7 @@ from lowwater.spark.jobs import errors_of_tasks
 from lowwater.spark.plan import (
     Part,
     Pinned,
-    Selection,
+    PlanSelection,
     Verify,
     open_place,
     parts,
@@ -38,9 +38,9 @@ from lowwater.spark.plan import (
 )
 from lowwater.spark.reading import (
     VERSION_COLUMNS,
+    ReadStretch,
     Segments,
     Slice,
-    Stretch,
     checkpoint_keys,
     checkpoint_objects,
     crossing_ends,
@@ -83,7 +83,7 @@ KEYS = Readers(newest_keys, checkpoint_keys, VERSION_COLUMNS)
 OBJECTS = Readers(newest_objects, checkpoint_objects, VERSION_COLUMNS)
 
 
-class Wanted(NamedTuple):
+class WantedParts(NamedTuple):
     """Which versions are wanted, and what of them."""
 
     columns: tuple[str, ...]
@@ -93,7 +93,7 @@ class Wanted(NamedTuple):
     """In a state: the records of buckets too. Among versions they always are."""
 
 
-class Base(NamedTuple):
+class BaseCheckpoint(NamedTuple):
     """A checkpoint to begin with, and what was open there."""
 
     remote: RemoteCheckpoint
@@ -101,7 +101,7 @@ class Base(NamedTuple):
     opened: tuple[int, ...]
 
     @classmethod
-    def of(cls, fetcher: Fetcher, known: Sequence[CheckpointDescriptor]) -> Base | None:
+    def of(cls, fetcher: Fetcher, known: Sequence[CheckpointDescriptor]) -> BaseCheckpoint | None:
         """The last of these whose index can be read."""
         for descriptor in reversed(known):
             remote = RemoteCheckpoint(fetcher, descriptor)
@@ -117,7 +117,7 @@ class Base(NamedTuple):
         return Since(self.descriptor.seq, self.opened)
 
 
-class Archive(NamedTuple):
+class PinnedArchive(NamedTuple):
     """A pinned archive, and how it is read."""
 
     spark: SparkSession
@@ -128,7 +128,7 @@ class Archive(NamedTuple):
     @classmethod
     def open(
         cls, spark: SparkSession, uri: str, options: StoreOptions, verify: Verify, part_bytes: int
-    ) -> Archive:
+    ) -> PinnedArchive:
         require_reading(verify, part_bytes)
         return cls(spark, pin(uri, options), verify, part_bytes)
 
@@ -169,7 +169,7 @@ class Archive(NamedTuple):
 
     # ------------------------------------------------------------------ what is read
 
-    def parts(self, selection: Selection) -> list[Part]:
+    def parts(self, selection: PlanSelection) -> list[Part]:
         return parts(
             self.pinned,
             selection,
@@ -179,8 +179,8 @@ class Archive(NamedTuple):
         )
 
     def stretches(
-        self, wanted: Wanted, first: int, at: int, since: Since = FROM_THE_BEGINNING
-    ) -> list[Stretch]:
+        self, wanted: WantedParts, first: int, at: int, since: Since = FROM_THE_BEGINNING
+    ) -> list[ReadStretch]:
         """What is to be read for all versions of seqs from `first` to `at`; since a checkpoint, for all up to
         `at` that it does not have."""
         kinds = self.kinds(first, at)
@@ -197,7 +197,7 @@ class Archive(NamedTuple):
                 found = self._parts_of(wanted, begin, at)
                 ends = self._crossing(found, begin)
         return [
-            Stretch(part, at, wanted.columns, above, self._of_part(ends, part), since, wanted.buckets)
+            ReadStretch(part, at, wanted.columns, above, self._of_part(ends, part), since, wanted.buckets)
             for part in found
         ]
 
@@ -227,9 +227,9 @@ class Archive(NamedTuple):
         finally:
             store.close()
 
-    def _parts_of(self, wanted: Wanted, first: int, at: int) -> list[Part]:
+    def _parts_of(self, wanted: WantedParts, first: int, at: int) -> list[Part]:
         return (
-            self.parts(Selection(first, at, bucket=wanted.bucket, prefix=wanted.prefix))
+            self.parts(PlanSelection(first, at, bucket=wanted.bucket, prefix=wanted.prefix))
             if first <= at
             else []
         )
@@ -272,7 +272,7 @@ class Archive(NamedTuple):
 
     # ------------------------------------------------------------------ versions
 
-    def versions(self, wanted: Wanted, first: int, last: int) -> DataFrame:
+    def versions(self, wanted: WantedParts, first: int, last: int) -> DataFrame:
         from pyspark.sql import Window
         from pyspark.sql import functions as F  # noqa: N812
 
@@ -286,21 +286,23 @@ class Archive(NamedTuple):
         superseded = F.coalesce(F.lead("seq").over(frames) == F.col("seq"), F.lit(False))
         return found.withColumn("superseded", superseded).filter("not superseded").drop("superseded")
 
-    def state(self, wanted: Wanted, at: int) -> DataFrame:
+    def state(self, wanted: WantedParts, at: int) -> DataFrame:
         """The newest version of each key as of `at`."""
         return self.newest(wanted, at, self.base(at), OBJECTS)
 
-    def newest(self, wanted: Wanted, at: int, base: Base | None, readers: Readers) -> DataFrame:
+    def newest(
+        self, wanted: WantedParts, at: int, base: BaseCheckpoint | None, readers: Readers
+    ) -> DataFrame:
         """The same, read by others. Of a short log each task reads all, for its share of the keys. Else keys
         are compared without their values, which are read for the winners only."""
         from pyspark.sql import functions as F  # noqa: N812
 
         if base is None:
-            selection = Selection(self.pinned.seq_first, at, bucket=wanted.bucket, prefix=wanted.prefix)
+            selection = PlanSelection(self.pinned.seq_first, at, bucket=wanted.bucket, prefix=wanted.prefix)
             whole = shares(self.pinned, selection, verify=self.verify, part_bytes=self.part_bytes)
             if whole:
                 # Each has all frames of its keys, so what it finds is theirs.
-                stretches = [Stretch(part, at, wanted.columns, buckets=wanted.buckets) for part in whole]
+                stretches = [ReadStretch(part, at, wanted.columns, buckets=wanted.buckets) for part in whole]
                 return self._union(stretches, [], readers, wanted.columns)
         since = FROM_THE_BEGINNING if base is None else base.since
         first = self.pinned.seq_first if base is None else since.seq + 1
@@ -319,7 +321,7 @@ class Archive(NamedTuple):
         return found.join(winners, "frame", "left_semi")
 
     def _union(
-        self, stretches: list[Stretch], slices: list[Slice], readers: Readers, columns: tuple[str, ...]
+        self, stretches: list[ReadStretch], slices: list[Slice], readers: Readers, columns: tuple[str, ...]
     ) -> DataFrame:
         schema = schema_of(readers.types, columns)
         read = self._with_segments(readers.stretch, columns)
@@ -336,13 +338,13 @@ class Archive(NamedTuple):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def base(self, at: int) -> Base | None:
+    def base(self, at: int) -> BaseCheckpoint | None:
         """The checkpoint to begin with, where that takes less than the log up to it."""
         known = [each for each in self.pinned.checkpoints if each.seq <= at]
         store = open_place(self.pinned.place)
         try:
             fetcher = Fetcher(store, clock=RealClock())
-            base = Base.of(fetcher, known)
+            base = BaseCheckpoint.of(fetcher, known)
             if base is not None:
                 seq = base.descriptor.seq
                 frames = sum(each.frame_count for each in self.pinned.segments if each.last <= seq)
@@ -372,7 +374,7 @@ class Archive(NamedTuple):
                 hint="read the archive, which has all of it",
             )
 
-    def _slices(self, base: Base, wanted: Wanted) -> list[Slice]:
+    def _slices(self, base: BaseCheckpoint, wanted: WantedParts) -> list[Slice]:
         """The lists of a checkpoint that may have wanted keys, in as many slices as there are tasks."""
         low, high = LOWEST, KEY_END
         if wanted.bucket is not None:

@@ -77,7 +77,7 @@ all of it; `none` nothing."""
 
 
 @dataclass(frozen=True)
-class Place:
+class PartPlace:
     """Where segments lie, as every process can open it: a store, or the folder of a log."""
 
     uri: str
@@ -96,7 +96,7 @@ class Place:
 class Pinned:
     """An archive as of its newest manifest, or the sealed segments of a log directory."""
 
-    place: Place
+    place: PartPlace
     cluster_id: bytes
     epoch: int
     manifest: str
@@ -148,7 +148,7 @@ class Pinned:
         return catalogue
 
 
-class Selection(NamedTuple):
+class PlanSelection(NamedTuple):
     """Which entries are wanted: all that fulfil every condition that is given. All bounds are inclusive."""
 
     seq_first: int = 0
@@ -164,10 +164,10 @@ class Selection(NamedTuple):
     """Which of so many shares of the keys. What has neither bucket nor key is in all of them."""
 
 
-EVERYTHING = Selection()
+EVERYTHING = PlanSelection()
 
 
-class Piece(NamedTuple):
+class PlanPiece(NamedTuple):
     """Frames of one segment, from one number to below another."""
 
     name: str
@@ -180,9 +180,9 @@ class Piece(NamedTuple):
 class Part:
     """What one task reads: pieces that follow one another in the log."""
 
-    place: Place
-    pieces: tuple[Piece, ...]
-    selection: Selection = EVERYTHING
+    place: PartPlace
+    pieces: tuple[PlanPiece, ...]
+    selection: PlanSelection = EVERYTHING
     verify: Verify = "strict"
 
 
@@ -198,7 +198,7 @@ def shared_place(uri: str, options: Mapping[str, str] | None) -> StorePlace:
     return place
 
 
-def store_place(uri: str, options: Mapping[str, str] | None) -> Place:
+def store_place(uri: str, options: Mapping[str, str] | None) -> PartPlace:
     """The same, with how the store is to be called there: by the settings of `[tier]` that are among the
     options, as `tier.timeout_ms`, and else by those in the environment of this process."""
     given = dict(options or {})
@@ -207,7 +207,7 @@ def store_place(uri: str, options: Mapping[str, str] | None) -> Place:
             raise InvalidConfig(f"{name!r:.80} is no name of an option", hint="names of options are text")
     settings = {name: given.pop(name) for name in list(given) if name.startswith(SETTINGS_PREFIX)}
     place = shared_place(uri, given)
-    return Place(place.uri, dict(place.options), settings=_settings(settings))
+    return PartPlace(place.uri, dict(place.options), settings=_settings(settings))
 
 
 def _settings(given: Mapping[str, str]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def require_names(**names: str | None) -> None:
             raise InvalidEntry(f"{what} is {name!r:.80}, and no text", hint="give a str")
 
 
-def open_place(place: Place) -> Store:
+def open_place(place: PartPlace) -> Store:
     """In any process, which only reads."""
     if place.is_log:
         return FolderStore(place.uri.removeprefix("file://"), read_only=True)
@@ -261,12 +261,12 @@ def open_place(place: Place) -> Store:
     return Lineage(open_own(place), parents_opener(place.uri, place.options, _tier_of(place)))
 
 
-def open_own(place: Place, *, read_only: bool = True) -> Store:
+def open_own(place: PartPlace, *, read_only: bool = True) -> Store:
     """The store alone, in any process."""
     return open_store(place.uri, options=place.options, config=_tier_of(place), read_only=read_only)
 
 
-def _tier_of(place: Place) -> TierConfig | None:
+def _tier_of(place: PartPlace) -> TierConfig | None:
     if not place.settings:
         return None  # pydantic takes longer to import than a task its time
     from lowwater.config import TierConfig
@@ -298,7 +298,7 @@ def pin(uri: str, options: Mapping[str, str] | None = None, *, known: Pinned | N
     return pinned
 
 
-def _pin_archive(place: Place, known: Pinned | None) -> Pinned:
+def _pin_archive(place: PartPlace, known: Pinned | None) -> Pinned:
     store = open_place(place)
     try:
         archive = open_archive(store)
@@ -372,7 +372,7 @@ def _pin_log(directory: str) -> Pinned:
             hint="seal one, with `db.ship()` or `log.seal()`, or write more",
         )
     return Pinned(
-        Place(f"file://{directory}", {}, is_log=True),
+        PartPlace(f"file://{directory}", {}, is_log=True),
         before.header.cluster_id,
         before.header.epoch,
         "",
@@ -412,7 +412,7 @@ def seq_of(pinned: Pinned, moment: Moment) -> int:
 
 def parts(
     pinned: Pinned,
-    selection: Selection = EVERYTHING,
+    selection: PlanSelection = EVERYTHING,
     *,
     verify: Verify = "strict",
     part_bytes: int = PART_BYTES,
@@ -426,7 +426,7 @@ def parts(
     return [Part(pinned.place, tuple(pieces), selection, verify) for pieces in _divided(wanted, total, count)]
 
 
-def shares(pinned: Pinned, selection: Selection, *, verify: Verify, part_bytes: int) -> list[Part]:
+def shares(pinned: Pinned, selection: PlanSelection, *, verify: Verify, part_bytes: int) -> list[Part]:
     """All that is selected, once for each of a few shares of its keys. Nothing where a share would be larger
     than a part: up to there it costs less to read frames again than to bring together what was found. Nor is
     there more of it than a task can hold: where all is about one key, one share has all of it."""
@@ -444,13 +444,13 @@ def shares(pinned: Pinned, selection: Selection, *, verify: Verify, part_bytes: 
     ]
 
 
-def piece_bytes(piece: Piece) -> int:
+def piece_bytes(piece: PlanPiece) -> int:
     """How much of a segment's body it has, where frames are of one size."""
     segment = piece.segment
     return segment.body_bytes * (piece.frame_stop - piece.frame_first) // segment.frame_count
 
 
-def _wanted(pinned: Pinned, selection: Selection) -> Iterator[Piece]:
+def _wanted(pinned: Pinned, selection: PlanSelection) -> Iterator[PlanPiece]:
     """The segments that may hold something of the selection, and their frames that may."""
     if selection.seq_first > selection.seq_last or selection.time_min_us > selection.time_max_us:
         return
@@ -468,14 +468,14 @@ def _wanted(pinned: Pinned, selection: Selection) -> Iterator[Piece]:
             first = max(first, selection.seq_first - segment.first)
             stop = min(stop, selection.seq_last + 1 - segment.first)
         if first < stop:
-            yield Piece(pinned.name_of(segment), segment, first, stop)
+            yield PlanPiece(pinned.name_of(segment), segment, first, stop)
 
 
-def _divided(pieces: Sequence[Piece], total: int, count: int) -> Iterator[list[Piece]]:
+def _divided(pieces: Sequence[PlanPiece], total: int, count: int) -> Iterator[list[PlanPiece]]:
     """The pieces in `count` groups of about the same size, or fewer. A segment is divided where that makes a
     difference."""
     share = total / count
-    group: list[Piece] = []
+    group: list[PlanPiece] = []
     used = 0.0  # by the groups before, and by this one
     limit = share
     for piece in pieces:

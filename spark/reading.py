@@ -29,7 +29,7 @@ from lowwater.spark import replay
 from lowwater.spark.entry_columns import arrow_schema, as_arrow
 from lowwater.spark.maps import decode_maps
 from lowwater.spark.plan import PART_BYTES, Part
-from lowwater.spark.plan import Place as Where
+from lowwater.spark.plan import PartPlace as Where
 from lowwater.spark.replay import (
     CHANGES,
     COUNT_COLUMNS,
@@ -142,7 +142,7 @@ def _verified(value: bytes, length: int, value_hash: bytes, seq: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ReadStretch:
     """A part of the log, and what there is to know of the others to replay it: versions of seqs above `above`
     and up to `at` are wanted."""
 
@@ -162,7 +162,7 @@ class Stretch:
         return not selection.bucket is selection.prefix is selection.key is None
 
 
-def frames_of(stretch: Stretch, columns: Sequence[str]) -> pa.RecordBatch:
+def frames_of(stretch: ReadStretch, columns: Sequence[str]) -> pa.RecordBatch:
     """The frames that count, with these columns, and those of `counting`."""
     # What else there is, is not even decoded.
     kinds = CHANGES if stretch.is_narrowed else CHANGES | ENDS
@@ -206,14 +206,14 @@ def seq_first_of(part: Part) -> int:
     return max(first, part.selection.seq_first)
 
 
-def newest_keys(stretch: Stretch) -> Iterator[pa.RecordBatch]:
+def newest_keys(stretch: ReadStretch) -> Iterator[pa.RecordBatch]:
     """The newest frame of each key, deletions too: bucket, key, frame."""
     frames = frames_of(stretch, ("bucket", "key"))
     found = replay.newest(frames, None if stretch.buckets else is_bucket(frames))
     yield from _as_versions(found, ("bucket", "key", "frame"))
 
 
-def newest_objects(stretch: Stretch, segments: Segments | None = None) -> Iterator[pa.RecordBatch]:
+def newest_objects(stretch: ReadStretch, segments: Segments | None = None) -> Iterator[pa.RecordBatch]:
     """The newest version of each key, where that is no deletion."""
     frames = frames_of(stretch, _source_columns(stretch.columns))
     unwanted = is_deletion(frames) if stretch.buckets else is_deletion(frames) | is_bucket(frames)
@@ -221,7 +221,7 @@ def newest_objects(stretch: Stretch, segments: Segments | None = None) -> Iterat
     yield from _as_versions(found, stretch.columns, segments)
 
 
-def versions(stretch: Stretch, segments: Segments | None = None) -> Iterator[pa.RecordBatch]:
+def versions(stretch: ReadStretch, segments: Segments | None = None) -> Iterator[pa.RecordBatch]:
     """All versions of all keys. Where a transaction or a group is in several parts, each gives one."""
     found = replay.surviving(frames_of(stretch, _source_columns(stretch.columns)))
     yield from _as_versions(found, stretch.columns, segments)
@@ -309,7 +309,7 @@ _CONTENT_SCHEMA = as_arrow(CONTENT_TYPES)
 
 
 def newest_content(
-    stretch: Stretch, segments: Segments | None = None, *, inline_bytes_max: int
+    stretch: ReadStretch, segments: Segments | None = None, *, inline_bytes_max: int
 ) -> Iterator[pa.RecordBatch]:
     """The newest version of each key and bucket that is there, as a block has it."""
     frames = frames_of(stretch, _CONTENT_SOURCES)

@@ -26,8 +26,8 @@ from lowwater.engine.log.vectors import Frames, Int64, crc32_many, gather
 from lowwater.engine.seams.checksum import crc32
 from lowwater.engine.seams.real import RealClock
 from lowwater.errors import Corrupt, DataError, InvalidConfig, LowwaterError, NewerVersion
-from lowwater.spark.entry_columns import COLUMNS, Batch, arrow_schema
-from lowwater.spark.plan import Part, Piece, Place, open_place
+from lowwater.spark.entry_columns import COLUMNS, FrameBatch, arrow_schema
+from lowwater.spark.plan import Part, PartPlace, PlanPiece, open_place
 from lowwater.tiering.fetcher import HINT, Fetcher
 from lowwater.tiering.remote_segment import RemoteSegment
 
@@ -78,7 +78,7 @@ def require_columns(columns: Sequence[str], among: Collection[str] = COLUMNS) ->
             raise InvalidConfig(f"the column {name} is named {count} times", hint="name it once")
 
 
-def _placed(error: LowwaterError, fetcher: Fetcher, piece: Piece, place: Place) -> LowwaterError:
+def _placed(error: LowwaterError, fetcher: Fetcher, piece: PlanPiece, place: PartPlace) -> LowwaterError:
     """The error, with the object in which it was found."""
     if error.path is None:
         error.path = fetcher.where(piece.name)
@@ -93,7 +93,7 @@ def _placed(error: LowwaterError, fetcher: Fetcher, piece: Piece, place: Place) 
 _fetchers: dict[object, Fetcher] = {}
 
 
-def fetcher_of(place: Place) -> Fetcher:
+def fetcher_of(place: PartPlace) -> Fetcher:
     found = _fetchers.get(place.known_as)
     if found is None:
         found = _fetchers[place.known_as] = Fetcher(open_place(place), clock=RealClock())
@@ -103,7 +103,7 @@ def fetcher_of(place: Place) -> Fetcher:
 class _PieceReader:
     """The frames of a piece, batch by batch."""
 
-    def __init__(self, fetcher: Fetcher, piece: Piece, part: Part) -> None:
+    def __init__(self, fetcher: Fetcher, piece: PlanPiece, part: Part) -> None:
         self._fetcher = fetcher
         self._piece = piece
         self._selection = part.selection
@@ -118,7 +118,7 @@ class _PieceReader:
             for kind in part.selection.kinds & KIND_CODES.keys():
                 self._kinds[KIND_CODES[kind]] = True
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[FrameBatch]:
         try:
             first, stop = self._range()
             if first >= stop or not self._may_have():
@@ -159,7 +159,7 @@ class _PieceReader:
         wanted = self._kinds
         return wanted is None or bool(wanted.any() and any(wanted[kind] for kind in self._segment.kinds()))
 
-    def _of_key(self, first: int, stop: int) -> Iterator[Batch] | None:
+    def _of_key(self, first: int, stop: int) -> Iterator[FrameBatch] | None:
         """The frames of a key, by the key index; None where that does not tell of all of them, because it has
         nothing without a bucket, nothing that was refused, and no messages."""
         selection = self._selection
@@ -171,7 +171,7 @@ class _PieceReader:
             return None
         return self._indexed(selection.bucket.encode(), selection.key.encode(), first, stop)
 
-    def _indexed(self, bucket: bytes, key: bytes, first: int, stop: int) -> Iterator[Batch]:
+    def _indexed(self, bucket: bytes, key: bytes, first: int, stop: int) -> Iterator[FrameBatch]:
         segment, descriptor = self._segment, self._piece.segment
         found = sorted(segment.frames_of_key(bucket, key))
         low = segment.positions(first, first + 1)[0]
@@ -184,12 +184,12 @@ class _PieceReader:
 
     # ------------------------------------------------------------------ all frames
 
-    def _scan(self, first: int, stop: int) -> Iterator[Batch]:
+    def _scan(self, first: int, stop: int) -> Iterator[FrameBatch]:
         """The frames from `first` to below `stop`. All of the footer is compared, also what no row here
         needs: who looks a key up later relies on it."""
         descriptor = self._piece.segment
         positions = self._positions()
-        body = _Body(self._segment, READ_BYTES_OF_FOLDER if self._in_folder else READ_BYTES)
+        body = _PartBody(self._segment, READ_BYTES_OF_FOLDER if self._in_folder else READ_BYTES)
         seq_before, time_before = descriptor.first - 1, descriptor.time_min_us
         limit = int(self._bounds(positions, stop - 1, stop)[-1])
         # Where the frames begin from `first` on, and where the last of them ends.
@@ -252,11 +252,11 @@ class _PieceReader:
 
     # ------------------------------------------------------------------ which of them
 
-    def _selected(self, frames: Frames, base: int) -> Batch:
+    def _selected(self, frames: Frames, base: int) -> FrameBatch:
         mask = self._mask(frames)
         if mask is not None and not bool(mask.all()):
             frames = frames.taken(np.flatnonzero(mask))
-        return Batch(frames, base, self._piece.segment.first)
+        return FrameBatch(frames, base, self._piece.segment.first)
 
     def _mask(self, frames: Frames) -> npt.NDArray[np.bool_] | None:
         """Which frames are selected; None for all."""
@@ -308,7 +308,7 @@ def _begins(
     return mask
 
 
-class _Body:
+class _PartBody:
     """The body of a segment, read front to back in large requests: each block is read and verified once, and
     always in the same memory. What is new to a process costs as much as to decompress into it."""
 
@@ -349,4 +349,4 @@ def _check_deeply(frames: Frames) -> None:
             != expected
         ):
             raise Corrupt("a frame's checksum does not match")
-    Batch(frames, 0, 0).decode()
+    FrameBatch(frames, 0, 0).decode()

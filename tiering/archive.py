@@ -45,10 +45,10 @@ from lowwater.tiering.names import (
 )
 from lowwater.tiering.objects import (
     HINT,
+    ArchiveState,
     EpochClaim,
     Manifest,
     Parent,
-    State,
     decode_cluster,
     decode_epoch,
     decode_manifest,
@@ -57,7 +57,7 @@ from lowwater.tiering.objects import (
     require_hash,
 )
 from lowwater.tiering.states import States, newest_manifests
-from lowwater.tiering.store import Found, Store, at, is_there, read_small
+from lowwater.tiering.store import FoundObject, Store, at, is_there, read_small
 from lowwater.tiering.verified_writes import KnownObjects, write_verified
 from lowwater.tiering.verify import ObjectEnds, describe_object
 
@@ -206,7 +206,7 @@ class Archive:
             yield nexts[0]
             seq, segment_hash = nexts[0].last, nexts[0].hash
 
-    def _describe(self, name: ObjectName, found: Found) -> tuple[SegmentHeader, SegmentDescriptor]:
+    def _describe(self, name: ObjectName, found: FoundObject) -> tuple[SegmentHeader, SegmentDescriptor]:
         """A segment by its two ends. What was damaged on the way is read once more."""
         try:
             return describe_object(name, ObjectEnds(self.store, found.name, found.size))
@@ -246,7 +246,7 @@ class Archive:
         if state.place == place and state.manifest != manifest.name:
             raise self._of_two(state.manifest)
 
-    def _require_ours(self, state: State, epoch: int) -> None:
+    def _require_ours(self, state: ArchiveState, epoch: int) -> None:
         if state.cluster_id != self.cluster_id:
             raise OtherCluster(
                 "this state is of another cluster", path=at(self.store.uri, state_name(state.number))

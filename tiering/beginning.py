@@ -49,14 +49,14 @@ AFTER_ARCHIVE = Failpoint("begin.after_archive")
 HISTORY = (CHECKPOINTS, MANIFESTS, WAL)
 
 
-class Place(NamedTuple):
+class ArchivePlace(NamedTuple):
     """A store of a tier. `named` is its URI where it is not that of the configuration."""
 
     place: StorePlace
     named: str | None
 
 
-def places_of(tier: str | None, config: TierConfig) -> list[Place]:
+def places_of(tier: str | None, config: TierConfig) -> list[ArchivePlace]:
     """The stores of a tier, the first of which is where the log is read from. None where there is no tier."""
     if tier is not None and (not isinstance(tier, str) or not tier):
         raise InvalidConfig(f"the tier is {tier!r:.80}", hint="give a URI, as s3://bucket/prefix")
@@ -69,10 +69,10 @@ def places_of(tier: str | None, config: TierConfig) -> list[Place]:
             )
         return []
     is_configured = uri == config.store_uri()
-    first = Place(
+    first = ArchivePlace(
         parse_uri(uri, dict(config.options) if is_configured else {}), None if is_configured else uri
     )
-    return [first, *(Place(parse_uri(each), each) for each in config.regions)]
+    return [first, *(ArchivePlace(parse_uri(each), each) for each in config.regions)]
 
 
 def may_be_made(place: StorePlace) -> bool:
@@ -108,7 +108,7 @@ def require_no_history(path: str, tier: str | None, config: TierConfig) -> bytes
     return next(iter(found), None)
 
 
-def _look(where: Place, config: TierConfig) -> bytes | None:
+def _look(where: ArchivePlace, config: TierConfig) -> bytes | None:
     try:
         store = open_store(where.named, config=config, read_only=True)
     except StoreMissing:

@@ -20,7 +20,7 @@ from lowwater.engine.log.ring import Chunk
 from lowwater.engine.state.catalogue import SegmentDescriptor
 from lowwater.errors import Corrupt
 from lowwater.tiering.fetcher import Fetcher
-from lowwater.tiering.remote_segment import Reading, RemoteSegment
+from lowwater.tiering.remote_segment import RemoteSegment, SegmentReading
 
 # Of so many segments the hashes are kept in memory.
 SEGMENTS_MAX = 256
@@ -74,7 +74,7 @@ class ColdLog:
     def chunks_after(self, seq: int, seq_stop: int) -> Iterator[Chunk]:
         """Chunks from the first frame above `seq` on, until one ends at `seq_stop` or above it, or no more
         was shipped."""
-        reading = Reading()
+        reading = SegmentReading()
         for descriptor in self._catalogue.segments_from(seq + 1):
             chunks = self.segment(descriptor).chunks_after(seq, seq_stop, reading)
             while True:

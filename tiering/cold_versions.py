@@ -35,7 +35,7 @@ from lowwater.engine.log.log import Log
 from lowwater.engine.log.reader import read_chunks
 from lowwater.engine.log.ring import Chunk
 from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor
-from lowwater.engine.state.transaction_table import Row
+from lowwater.engine.state.transaction_table import TransactionRow
 from lowwater.errors import Corrupt, LowwaterError, VersionGone
 from lowwater.logging import get_logger
 from lowwater.tiering.cold import ColdLog, ShippedSegments
@@ -89,7 +89,7 @@ class _Looking(NamedTuple):
     seq: int
     base: RemoteCheckpoint | None
     base_seq: int
-    opened: dict[int, Row]
+    opened: dict[int, TransactionRow]
     """The transactions that were open in the checkpoint."""
 
 
@@ -108,7 +108,7 @@ class ColdVersions:
         self._checkpoints: OrderedDict[int, RemoteCheckpoint] = OrderedDict()
         self._lost: set[int] = set()
         """Seqs of checkpoints whose index could not be read."""
-        self._ended: OrderedDict[int, Row] = OrderedDict()
+        self._ended: OrderedDict[int, TransactionRow] = OrderedDict()
         self._ends: OrderedDict[tuple[int, int], dict[int, list[Entry]]] = OrderedDict()
         self._ends_count = 0
 
@@ -290,7 +290,9 @@ class ColdVersions:
         if base is None:
             return _Looking(bucket, key, seq, None, 0, {})
         opened = {
-            txn: Row(txn, snapshot_seq, 0, seq_last, doomed=doomed, undone=tuple(map(tuple, undone)))
+            txn: TransactionRow(
+                txn, snapshot_seq, 0, seq_last, doomed=doomed, undone=tuple(map(tuple, undone))
+            )
             for txn, snapshot_seq, seq_last, doomed, undone in base.index.control_body.get("transactions", [])
         }
         return _Looking(bucket, key, seq, base, base.seq, opened)
@@ -379,7 +381,7 @@ class ColdVersions:
             seq = entry.extras.group_seq_last
         return _Found(entry, seq, entry.time_us) if seq <= looking.seq else None
 
-    def _transaction(self, txn: int, looking: _Looking) -> Row:
+    def _transaction(self, txn: int, looking: _Looking) -> TransactionRow:
         """What has become of a transaction up to the seq that is looked at, or later."""
         with self._lock:
             ended = self._ended.get(txn)
@@ -387,7 +389,7 @@ class ColdVersions:
             return ended
         row = looking.opened.get(txn)
         after = txn if row is None else looking.base_seq
-        row = row or Row(txn, 0, 0, txn)
+        row = row or TransactionRow(txn, 0, 0, txn)
         for entry in self._ends_after(after, looking.seq, txn):
             if entry.kind == "commit":
                 row = row._replace(

@@ -34,7 +34,7 @@ from lowwater.errors import (
     StoreUnavailable,
 )
 from lowwater.tiering.checksums import Checksum
-from lowwater.tiering.store import Found, Handle, Part, at, counted, missing
+from lowwater.tiering.store import FoundObject, Handle, Part, at, counted, missing
 from lowwater.tiering.verified_writes import pass_through
 
 TEMPORARY = ".tmp"
@@ -104,18 +104,18 @@ class FolderStore(Handle):
             finally:
                 file.close()
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         self._check(name)
         with self._translated(name):
             size = self._size(f"{self._directory}/{name}")
         if size is None:
             raise missing(self.uri, name)
-        return Found(name, size)
+        return FoundObject(name, size)
 
     def checksum(self, name: str) -> Checksum:
         return Checksum(self.stat(name).size)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         self._check_open()
         return self._list("", prefix, start_after)
 
@@ -251,7 +251,7 @@ class FolderStore(Handle):
         self._files.rename(temporary, path)
         return True
 
-    def _list(self, directory: str, prefix: str, start_after: str) -> Iterator[Found]:
+    def _list(self, directory: str, prefix: str, start_after: str) -> Iterator[FoundObject]:
         """Depth first, a folder where its name with a slash stands: so the whole is sorted."""
         with self._translated(directory):
             try:
@@ -276,7 +276,7 @@ class FolderStore(Handle):
                 size = self._size(f"{self._directory}/{whole}")
             if size is not None:
                 if is_asked_for:
-                    yield Found(whole, size)
+                    yield FoundObject(whole, size)
             elif may_hold:
                 insort(folders, folder)
         for folder in folders:

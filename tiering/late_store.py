@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lowwater.errors import Closed
 from lowwater.tiering.checksums import Checksum, Hashing
-from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store import FoundObject, Part, Store
 
 
 class LateStore:
@@ -51,13 +51,13 @@ class LateStore:
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         return self._opened().read(name, start, end)
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         return self._opened().stat(name)
 
     def checksum(self, name: str) -> Checksum:
         return self._opened().checksum(name)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         return self._opened().list(prefix, start_after)
 
     def copy(self, source: str, target: str) -> bool:

@@ -20,7 +20,7 @@ from lowwater.tiering.checksums import Checksum, Hashing
 from lowwater.tiering.names import CLUSTER, MANIFESTS, STATES
 from lowwater.tiering.objects import Parent, decode_cluster
 from lowwater.tiering.open_store import open_store
-from lowwater.tiering.store import Found, Part, Store, read_small
+from lowwater.tiering.store import FoundObject, Part, Store, read_small
 from lowwater.tiering.store_uri import parse_uri
 from lowwater.tiering.verified_writes import pass_through
 
@@ -67,13 +67,13 @@ class Lineage:
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         return self._call(name, lambda store: store.read(name, start, end))
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         return self._call(name, lambda store: store.stat(name))
 
     def checksum(self, name: str) -> Checksum:
         return self._call(name, lambda store: store.checksum(name))
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         return self._store.list(prefix, start_after)
 
     def copy(self, source: str, target: str) -> bool:

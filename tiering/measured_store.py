@@ -13,7 +13,7 @@ from lowwater.engine.seams.seams import Clock
 from lowwater.errors import NotFound
 from lowwater.metrics import StoreMetrics
 from lowwater.tiering.checksums import Checksum, Hashing
-from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store import FoundObject, Part, Store
 
 T = TypeVar("T")
 
@@ -57,13 +57,13 @@ class MeasuredStore:
         self._metrics.passed(read=len(data))
         return data
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         return self._call(lambda: self._store.stat(name))
 
     def checksum(self, name: str) -> Checksum:
         return self._call(lambda: self._store.checksum(name))
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         # Who asks for the first object waits for a page of them; the others are there by then, mostly.
         found = self._store.list(prefix, start_after)
         first = self._call(lambda: next(found, None))

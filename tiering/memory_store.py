@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
 from lowwater.tiering.checksums import Checksum
-from lowwater.tiering.store import Found, Handle, Part, at, counted, missing
+from lowwater.tiering.store import FoundObject, Handle, Part, at, counted, missing
 
 
 class MemoryObjects:
@@ -37,14 +37,14 @@ class MemoryObjects:
             if self.data.pop(name, None) is not None:
                 del self._names[bisect_left(self._names, name)]
 
-    def next(self, prefix: str, start_after: str) -> Found | None:
+    def next(self, prefix: str, start_after: str) -> FoundObject | None:
         """The first object of the list."""
         with self._mutex:
             place = max(bisect_left(self._names, prefix), bisect_right(self._names, start_after))
             if place == len(self._names) or not self._names[place].startswith(prefix):
                 return None
             name = self._names[place]
-            return Found(name, len(self.data[name]))
+            return FoundObject(name, len(self.data[name]))
 
 
 class MemoryStore(Handle):
@@ -67,13 +67,13 @@ class MemoryStore(Handle):
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         return self._get(name)[start:end]
 
-    def stat(self, name: str) -> Found:
-        return Found(name, len(self._get(name)))
+    def stat(self, name: str) -> FoundObject:
+        return FoundObject(name, len(self._get(name)))
 
     def checksum(self, name: str) -> Checksum:
         return Checksum(self.stat(name).size)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         self._check_open()
         return self._list(prefix, start_after)
 
@@ -85,7 +85,7 @@ class MemoryStore(Handle):
         self._check(name, writing=True)
         self.objects.remove(name)
 
-    def _list(self, prefix: str, start_after: str) -> Iterator[Found]:
+    def _list(self, prefix: str, start_after: str) -> Iterator[FoundObject]:
         while (found := self.objects.next(prefix, start_after)) is not None:
             yield found
             start_after = found.name

@@ -181,7 +181,7 @@ def decode_epoch(data: bytes) -> EpochClaim:
 # ---------------------------------------------------------------------------- states
 
 
-class State(NamedTuple):
+class ArchiveState(NamedTuple):
     """What an archive has come to: the highest epoch that was claimed, the name of its claim, and that of the
     newest manifest that counts; empty where there is none."""
 
@@ -200,9 +200,9 @@ class State(NamedTuple):
         return place_of(self.manifest)
 
 
-def decode_state(data: bytes) -> State:
+def decode_state(data: bytes) -> ArchiveState:
     body = _decode("state", data)
-    state = State(
+    state = ArchiveState(
         _bytes(body, "cluster_id", CLUSTER_ID_BYTES),
         _number(body, "number", 1),
         _number(body, "epoch", 1),

@@ -47,7 +47,7 @@ from lowwater.tiering.opendal_errors import ERRORS, READ_ONLY, is_taken, transla
 from lowwater.tiering.retries import Retries
 from lowwater.tiering.s3_client import NotTrusted, usable_client
 from lowwater.tiering.s3_uploads import S3Uploads
-from lowwater.tiering.store import PROBE, Found, Handle, Part, at, counted
+from lowwater.tiering.store import PROBE, FoundObject, Handle, Part, at, counted
 from lowwater.tiering.store_uri import CONTAINERS, StorePlace
 from lowwater.tiering.verified_writes import pass_through, same_bytes
 
@@ -71,13 +71,13 @@ class StoreLimits:
     upload_age_max_s: float = 86_400.0
 
 
-class _Process:
+class _OpendalProcess:
     has_used = False
     is_forked = False
 
 
 def _forbid_in_child() -> None:
-    _Process.is_forked = _Process.has_used
+    _OpendalProcess.is_forked = _OpendalProcess.has_used
 
 
 os.register_at_fork(after_in_child=_forbid_in_child)
@@ -95,7 +95,7 @@ class OpenDalStore(Handle):
     ) -> None:
         super().__init__(place.uri, read_only=read_only)
         self._check_open()
-        _Process.has_used = True
+        _OpendalProcess.has_used = True
         self._limits = limits = limits or StoreLimits()
         self._hashing = Hashing(limits.part_bytes)
         self._has_md5_etags = place.kind == "s3"
@@ -149,7 +149,7 @@ class OpenDalStore(Handle):
 
     def _check_open(self) -> None:
         super()._check_open()
-        if _Process.is_forked:
+        if _OpendalProcess.is_forked:
             raise Closed(
                 f"{self.uri}: this process was forked from one that has used object stores",
                 hint="let multiprocessing start it with 'spawn' or 'forkserver'",
@@ -186,7 +186,7 @@ class OpenDalStore(Handle):
             return b""
         return self.retries.run(lambda: self._read(name, start, end))
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         self._check(name)
         return self.retries.run(lambda: self._stat(name))
 
@@ -195,7 +195,7 @@ class OpenDalStore(Handle):
         self._check(name)
         return self.retries.run(lambda: self._checksum(name))
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         self._check_open()
         return self._list(prefix, start_after)
 
@@ -312,8 +312,8 @@ class OpenDalStore(Handle):
             return b""
         return self._call(name, lambda: self._operator.read(name, offset=start, size=whole - start))
 
-    def _stat(self, name: str) -> Found:
-        return Found(name, self._call(name, lambda: self._operator.stat(name)).content_length)
+    def _stat(self, name: str) -> FoundObject:
+        return FoundObject(name, self._call(name, lambda: self._operator.stat(name)).content_length)
 
     def _checksum(self, name: str) -> Checksum:
         found = self._call(name, lambda: self._operator.stat(name))
@@ -331,7 +331,7 @@ class OpenDalStore(Handle):
             return False
         return True
 
-    def _list(self, prefix: str, start_after: str) -> Iterator[Found]:
+    def _list(self, prefix: str, start_after: str) -> Iterator[FoundObject]:
         """A page is asked for at a time: a lister that waits for its reader would keep a request."""
         while True:
             page = self.retries.run(lambda after=start_after: self._page(prefix, after))  # type: ignore[misc]
@@ -340,7 +340,7 @@ class OpenDalStore(Handle):
                 return
             start_after = page[-1].name
 
-    def _page(self, prefix: str, start_after: str) -> Sequence[Found]:
+    def _page(self, prefix: str, start_after: str) -> Sequence[FoundObject]:
         options: dict[str, Any] = {"recursive": True, "limit": LIST_PAGE}
         if self._start_after and start_after:
             options["start_after"] = start_after
@@ -348,9 +348,9 @@ class OpenDalStore(Handle):
         def wanted(entry: Entry) -> bool:
             return entry.metadata.is_file and entry.path.startswith(prefix) and entry.path > start_after
 
-        def collect() -> tuple[Found, ...]:
+        def collect() -> tuple[FoundObject, ...]:
             found = self._first_entries(prefix, options, LIST_PAGE, wanted)
-            return tuple(Found(entry.path, entry.metadata.content_length) for entry in found)
+            return tuple(FoundObject(entry.path, entry.metadata.content_length) for entry in found)
 
         page = self._call("", collect)
         if any(one.name >= other.name for one, other in pairwise(page)):

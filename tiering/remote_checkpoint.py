@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from lowwater.engine.checkpoint.checkpoints import CheckpointRow, StoredCheckpoint
-from lowwater.engine.checkpoint.content import Known
+from lowwater.engine.checkpoint.content import KnownBlocks
 from lowwater.engine.format.blocks import HINT as REMOVE_HINT
 from lowwater.engine.format.blocks import KnownColumns, hash_of
 from lowwater.engine.format.ckpt import Checkpoint, ListEntry, decode_named
@@ -49,7 +49,7 @@ T = TypeVar("T")
 _list_key = attrgetter("key")
 
 
-def _block_key(known: Known) -> bytes:
+def _block_key(known: KnownBlocks) -> bytes:
     return known.listed.key
 
 
@@ -113,7 +113,7 @@ class RemoteCheckpoint(StoredCheckpoint):
             raise Corrupt("a checkpoint names a pack that it does not have", path=self.path, seq=self.seq)
         return pack_object_name(pack), self.index.packs[pack]
 
-    def blocks(self) -> Iterator[Known]:
+    def blocks(self) -> Iterator[KnownBlocks]:
         """All of them, in order. Lists that lie behind one another come in one request."""
         return chain.from_iterable(self._of_each_list(self.blocks_of))
 

@@ -58,7 +58,7 @@ class _Opened(NamedTuple):
     block_hashes: bytes
 
 
-class Stretch(NamedTuple):
+class SegmentStretch(NamedTuple):
     """Positions of frames that follow one another, from the frame with the number `first` on."""
 
     first: int
@@ -384,7 +384,7 @@ class RemoteSegment:
             return self.descriptor.body_bytes
         return self.positions(frame, frame + 1)[0]
 
-    def chunks_after(self, seq: int, seq_stop: int, reading: Reading) -> Iterator[Chunk]:
+    def chunks_after(self, seq: int, seq_stop: int, reading: SegmentReading) -> Iterator[Chunk]:
         """Chunks from the first frame above `seq` on, until one ends at `seq_stop` or above, or the segment
         ends."""
         descriptor = self.descriptor
@@ -392,7 +392,7 @@ class RemoteSegment:
         end_frame = descriptor.frame_count
         if descriptor.last - descriptor.first + 1 == end_frame and seq_stop < descriptor.last:
             end_frame = max(seq_stop + 1 - descriptor.first, frame + 1)
-        stretch = Stretch(0, array("I"))
+        stretch = SegmentStretch(0, array("I"))
         while frame < end_frame:
             stretch = self._stretch(stretch, frame, end_frame)
             chunk = self._chunk(frame, seq, stretch, reading)
@@ -402,7 +402,7 @@ class RemoteSegment:
                 return
             frame += reading.frames
 
-    def _stretch(self, stretch: Stretch, frame: int, end_frame: int) -> Stretch:
+    def _stretch(self, stretch: SegmentStretch, frame: int, end_frame: int) -> SegmentStretch:
         """The positions from `frame` on, with one after the last frame that a chunk may have."""
         at = frame - stretch.first
         known = stretch.positions
@@ -415,9 +415,9 @@ class RemoteSegment:
             positions.append(self.descriptor.body_bytes)
         if any(map(int.__ge__, positions, positions[1:])):
             raise self._misfit()
-        return Stretch(frame, positions)
+        return SegmentStretch(frame, positions)
 
-    def _chunk(self, frame: int, seq: int, stretch: Stretch, reading: Reading) -> Chunk:
+    def _chunk(self, frame: int, seq: int, stretch: SegmentStretch, reading: SegmentReading) -> Chunk:
         """The frames from `frame` on, about CHUNK_BYTES of them."""
         positions, at = stretch.positions, frame - stretch.first
         start = positions[at]
@@ -440,7 +440,7 @@ class RemoteSegment:
         reading.used_bytes += end - start
         return Chunk(seq_before, seq_last, data, start - offset, end - offset, verified=True)
 
-    def _read_ahead(self, start: int, end: int, limit: int, reading: Reading) -> None:
+    def _read_ahead(self, start: int, end: int, limit: int, reading: SegmentReading) -> None:
         """Have the chunk in memory, with what is likely to be read after it."""
         opened = self._open()
         if reading.segment is not self:
@@ -567,7 +567,7 @@ class RemoteSegment:
         return dict(format.KIND_COUNT.iter_unpack(stored))
 
 
-class Reading:
+class SegmentReading:
     """How far a sequential reader has come."""
 
     def __init__(self) -> None:

@@ -36,19 +36,26 @@ from lowwater.tiering.names import (
     short,
     state_name,
 )
-from lowwater.tiering.objects import Manifest, Parent, State, decode_cluster, decode_epoch, decode_manifest
+from lowwater.tiering.objects import (
+    ArchiveState,
+    Manifest,
+    Parent,
+    decode_cluster,
+    decode_epoch,
+    decode_manifest,
+)
 from lowwater.tiering.reached import WRONG, Line, catalogue_objects, follows, read_line
 from lowwater.tiering.remedies import HINTS, REPLACED
 from lowwater.tiering.scrub_checkpoints import Looked, add_up
 from lowwater.tiering.scrub_objects import (
     Before,
     Item,
-    Known,
+    KnownOfArchive,
     Look,
-    Seen,
+    SeenObject,
     Unreached,
-    Wanted,
     WantedCheckpoint,
+    WantedObject,
     WantedSegment,
     WantedState,
     finding_of,
@@ -194,13 +201,13 @@ class Scrub:
         self._checked.add(name)
         return data
 
-    def _seen(self, items: Iterable[Item], *, line: Line | None = None) -> Iterator[Seen]:
+    def _seen(self, items: Iterable[Item], *, line: Line | None = None) -> Iterator[SeenObject]:
         """What is seen of each, in order."""
         wanted = list(items)
-        known = Known(self.deep, self.manifest, line)
+        known = KnownOfArchive(self.deep, self.manifest, line)
         return self._look(self._store, known, wanted) if wanted else iter(())
 
-    def _steps(self, seen: Seen) -> Iterator[Step]:
+    def _steps(self, seen: SeenObject) -> Iterator[Step]:
         found = parse(seen.item.name)
         if found is not None and found.type in OF_RANGE and seen.item.listed is not None:
             self._looked[seen.item.name] = seen.item.listed
@@ -330,10 +337,10 @@ class Scrub:
         for name in names[:first]:
             if self._size_of(name) is None:
                 yield self._of_state("the state is gone", name)
-        before: State | None = None
+        before: ArchiveState | None = None
         for seen in self._seen(WantedState(name, self._size_of(name)) for name in names[first:]):
             yield Progress(seen.item.listed or 0)
-            state: State | None = seen.result
+            state: ArchiveState | None = seen.result
             if state is None:
                 assert seen.finding is not None
                 yield self._of_state(seen.finding.what, seen.item.name)
@@ -395,7 +402,7 @@ class Scrub:
         names = [name for name in wanted if self._is_wanted_entry(name)]
         self._reached.update(wanted)
         for seen in self._seen(
-            Wanted(name, self._size_of(name), wanted[name], name in self._checked) for name in names
+            WantedObject(name, self._size_of(name), wanted[name], name in self._checked) for name in names
         ):
             yield from self._steps(seen)
 
@@ -453,7 +460,7 @@ class Scrub:
         }
         self._reached.update(wanted)
         indexes: dict[str, Checkpoint] = {}
-        gone: list[Seen] = []
+        gone: list[SeenObject] = []
         for seen in self._seen(
             WantedCheckpoint(name, self._size_of(name), each, owner)
             for name, (each, owner) in wanted.items()
@@ -470,7 +477,7 @@ class Scrub:
         }
         self._reached.update(packs)
         sound: set[str] = set()
-        for seen in self._seen(Wanted(name, self._size_of(name), size) for name, size in packs.items()):
+        for seen in self._seen(WantedObject(name, self._size_of(name), size) for name, size in packs.items()):
             yield from self._steps(seen)
             if seen.finding is None:
                 sound.add(seen.item.name)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lowwater.engine.checkpoint.check_checkpoints import why_misplaced
 from lowwater.engine.checkpoint.checkpoints import CheckpointRow
-from lowwater.engine.checkpoint.content import Known, list_boundaries
+from lowwater.engine.checkpoint.content import KnownBlocks, list_boundaries
 from lowwater.engine.format.ckpt import Checkpoint, ListEntry
 from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
 from lowwater.engine.format.pages import Boundaries, encode_key
@@ -96,7 +96,9 @@ class CheckpointChecker:
             return Looked(wrong, str(error))
         return Looked(wrong, None, rows, blocks, first_key, last_key)
 
-    def _why_misplaced(self, known: Known, keys: list[bytes], last_key: bytes, *, is_first: bool) -> str:
+    def _why_misplaced(
+        self, known: KnownBlocks, keys: list[bytes], last_key: bytes, *, is_first: bool
+    ) -> str:
         if self._boundaries is None:
             return ""
         begins_block, begins_list = (each.is_boundary for each in self._boundaries)

@@ -42,7 +42,7 @@ class Before(NamedTuple):
     hash: bytes
 
 
-class Wanted(NamedTuple):
+class WantedObject(NamedTuple):
     """An object of which the catalogue, or a checkpoint, says how large it is. `listed` is the size that the
     list has, None where it is not there; of all of these classes."""
 
@@ -103,10 +103,10 @@ class Unreached(NamedTuple):
     is_verified: bool
 
 
-Item = Wanted | WantedState | WantedSegment | WantedCheckpoint | WantedList | Unreached
+Item = WantedObject | WantedState | WantedSegment | WantedCheckpoint | WantedList | Unreached
 
 
-class Known(NamedTuple):
+class KnownOfArchive(NamedTuple):
     """What a scrub knows of the archive when it looks at an object."""
 
     deep: bool
@@ -115,7 +115,7 @@ class Known(NamedTuple):
     """For the blocks of checkpoints."""
 
 
-class Seen(NamedTuple):
+class SeenObject(NamedTuple):
     item: Item
     finding: Finding | None
     result: Any = None
@@ -124,21 +124,21 @@ class Seen(NamedTuple):
 class Looker:
     """Looks at the objects of one store. Several threads may share it."""
 
-    def __init__(self, store: Store, known: Known) -> None:
+    def __init__(self, store: Store, known: KnownOfArchive) -> None:
         self._store = store
         self._known = known
         self._checker = None if known.line is None else CheckpointChecker(store, known.line)
 
-    def look(self, item: Item) -> Seen:
+    def look(self, item: Item) -> SeenObject:
         try:
-            return Seen(item, *self._look(item))
+            return SeenObject(item, *self._look(item))
         except WRONG as error:
-            return Seen(item, finding_of(error, self._store.uri, item.name))
+            return SeenObject(item, finding_of(error, self._store.uri, item.name))
 
     def _look(self, item: Item) -> tuple[Finding | None, Any]:
         if isinstance(item, Unreached):
             return self._unreached(item), None
-        if isinstance(item, Wanted):
+        if isinstance(item, WantedObject):
             self._wanted(item)
             return None, None
         if isinstance(item, WantedState):
@@ -152,7 +152,7 @@ class Looker:
         assert self._checker is not None
         return None, self._checker.look(item.descriptor, item.entry, is_first=item.is_first)
 
-    def _wanted(self, item: Wanted) -> None:
+    def _wanted(self, item: WantedObject) -> None:
         require_listed(item.name, item.listed, item.size)
         if self._known.deep and not item.is_verified:
             verify_object(item.name, ObjectFile(self._store, item.name, item.listed))
@@ -243,19 +243,19 @@ def lists_of(descriptor: CheckpointDescriptor, index: Checkpoint) -> list[Wanted
 
 # ---------------------------------------------------------------------------- many of them
 
-Look = Callable[[WatchedStore, Known, list[Item]], Iterator[Seen]]
+Look = Callable[[WatchedStore, KnownOfArchive, list[Item]], Iterator[SeenObject]]
 """What is seen of each, in order; by whom is its own affair."""
 
 
 def look_with_threads(at_once: int) -> Look:
     """So many at once; with 1 there is no thread."""
 
-    def look(store: WatchedStore, known: Known, items: list[Item]) -> Iterator[Seen]:
+    def look(store: WatchedStore, known: KnownOfArchive, items: list[Item]) -> Iterator[SeenObject]:
         looker = Looker(store, known)
         if at_once == 1:
             yield from map(looker.look, items)
             return
-        waiting: deque[Future[Seen]] = deque()
+        waiting: deque[Future[SeenObject]] = deque()
         pool = ThreadPoolExecutor(at_once, thread_name_prefix="lowwater-scrub")
         try:
             for item in items:

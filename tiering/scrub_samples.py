@@ -26,11 +26,11 @@ from lowwater.tiering.objects import manifest_of
 from lowwater.tiering.region import Region
 from lowwater.tiering.scrub_objects import (
     Item,
-    Known,
+    KnownOfArchive,
     Looker,
-    Seen,
-    Wanted,
+    SeenObject,
     WantedCheckpoint,
+    WantedObject,
     WantedSegment,
 )
 from lowwater.tiering.ship_checkpoints import bring_checkpoint, bring_object
@@ -167,14 +167,14 @@ class SampleScrub:
             self._metrics.failed()
             _logger.warning("a checkpoint of the archive is gone", object=finding.where, seq=finding.seq)
 
-    def _look(self, sample: Sample) -> Seen:
+    def _look(self, sample: Sample) -> SeenObject:
         store = self._reading = WatchedStore(sample.region.store)
         store.stopped = self._is_stopping
         try:
             size = store.stat(sample.name).size
         except NotFound:
             size = None
-        return Looker(store, Known(deep=True)).look(sample.want(size))
+        return Looker(store, KnownOfArchive(deep=True)).look(sample.want(size))
 
     # ------------------------------------------------------------------ drawing
 
@@ -227,7 +227,7 @@ class SampleScrub:
         return Sample(
             region,
             pack_name,
-            lambda size: Wanted(pack_name, size, pack_bytes),
+            lambda size: WantedObject(pack_name, size, pack_bytes),
             lambda: bring_object(self._core, region.store, pack_name, known=region.known),
             name,
         )
@@ -251,7 +251,7 @@ class SampleScrub:
             write_verified(region.store, name, lambda: [data], size=len(data), known=region.known)
             return True
 
-        return Sample(region, name, lambda size: Wanted(name, size, len(data)), fill)
+        return Sample(region, name, lambda size: WantedObject(name, size, len(data)), fill)
 
     def _drawn(self, count: int) -> int:
         return int.from_bytes(self._randomness.token(6), "little") % count

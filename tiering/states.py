@@ -25,7 +25,7 @@ from lowwater.errors import (
 )
 from lowwater.logging import get_logger
 from lowwater.tiering.names import listed_manifests, listed_state, place_of, state_name
-from lowwater.tiering.objects import HINT, State, decode_state
+from lowwater.tiering.objects import HINT, ArchiveState, decode_state
 from lowwater.tiering.store import Store, at, is_there, read_small
 
 _logger = get_logger("archive")
@@ -43,10 +43,10 @@ class States:
         self._store = store
         self.number = 0
         """Of the newest when somebody last looked here, or wrote one; 0 where there is none."""
-        self.seen: State | None = None
+        self.seen: ArchiveState | None = None
         """What that one says."""
 
-    def newest(self) -> State | None:
+    def newest(self) -> ArchiveState | None:
         self._go_to(self._last_after(self.number or self._hinted()))
         return self.seen
 
@@ -55,7 +55,7 @@ class States:
         there: the newest one is what was seen then. Raises StoreCorrupt where the store has not what was
         written; whoever calls again writes the one after it, for others may have passed this one over."""
         before = self.seen
-        state = State(cluster_id, self.number + 1, epoch, claim, manifest)
+        state = ArchiveState(cluster_id, self.number + 1, epoch, claim, manifest)
         if before is not None:
             assert before.epoch <= epoch, "epochs only grow"
             assert before.place <= state.place, "manifests only grow"
@@ -73,7 +73,7 @@ class States:
             )
         return self.seen == state
 
-    def _is_kept(self, state: State) -> bool:
+    def _is_kept(self, state: ArchiveState) -> bool:
         """False where another one has come in its place, in a store that cannot keep a name."""
         try:
             return self.read(state.number) == state
@@ -85,7 +85,7 @@ class States:
                 "trust the store",
             ) from None
 
-    def read(self, number: int) -> State:
+    def read(self, number: int) -> ArchiveState:
         name = state_name(number)
         try:
             state = decode_state(read_small(self._store, name))
@@ -96,7 +96,7 @@ class States:
             raise
         return state
 
-    def down_from(self, number: int) -> Iterator[State]:
+    def down_from(self, number: int) -> Iterator[ArchiveState]:
         """Those that can be read, from this one on down; what is damaged or gone is passed over."""
         for each in range(number, max(0, number - PASSED_OVER_MAX), -1):
             try:
@@ -106,7 +106,7 @@ class States:
 
     def fill(self, cluster_id: bytes, first: int) -> None:
         """Write those that are gone from `first` on: they say again what the one before them says."""
-        before = next(self.down_from(first - 1), None) or State(cluster_id, 0, 1, "", "")
+        before = next(self.down_from(first - 1), None) or ArchiveState(cluster_id, 0, 1, "", "")
         for number in range(first, self.number):
             if self._is_there(number):
                 before = next(self.down_from(number), before)

@@ -34,7 +34,7 @@ PROBE = ".probe"
 UPLOADS_MAX = 5
 
 
-class Found(NamedTuple):
+class FoundObject(NamedTuple):
     name: str
     size: int
 
@@ -64,14 +64,14 @@ class Store(Protocol):
         """The bytes from `start` to before `end`; what lies beyond the object is left out."""
         ...
 
-    def stat(self, name: str) -> Found: ...
+    def stat(self, name: str) -> FoundObject: ...
 
     def checksum(self, name: str) -> Checksum:
         """What the store says of the object's bytes. An MD5 that is another one than was expected may be none
         of them: only one that is equal says something."""
         ...
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         """The objects whose names begin so, sorted, those above `start_after`; page by page, as they are
         asked for."""
         ...

@@ -42,7 +42,7 @@ from lowwater.engine.seams.real import RealFiles, RealRandomness
 from lowwater.engine.state.catalogue import Catalogue, CheckpointDescriptor, SegmentDescriptor
 from lowwater.errors import InputError, StoreMissing, StoreUnavailable
 from lowwater.metrics import ColdMetrics, StoreMetrics, TierMetrics
-from lowwater.tiering.beginning import Place, begin_archive, may_be_made, places_of, require_no_history
+from lowwater.tiering.beginning import ArchivePlace, begin_archive, may_be_made, places_of, require_no_history
 from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.cold import ColdLog
 from lowwater.tiering.cold_versions import ColdVersions
@@ -346,8 +346,8 @@ def open_tiered(
     return database
 
 
-class Engine(fed.Engine):
-    __doc__ = fed.Engine.__doc__
+class Engine(fed.FedEngine):
+    __doc__ = fed.FedEngine.__doc__
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ def open_stores(tier: str | None, config: TierConfig, *, is_new: bool = False) -
     ]
 
 
-def _late(where: Place, config: TierConfig, *, is_new: bool, makes: bool) -> Store:
+def _late(where: ArchivePlace, config: TierConfig, *, is_new: bool, makes: bool) -> Store:
     """What is wrong with the URI is told before, and what is wrong with a server, or a folder, when it is
     asked."""
     place, named = where

@@ -41,11 +41,11 @@ class Stopping(Exception):
 class _Job(NamedTuple):
     number: int
     """Of the region."""
-    wanted: Wanted
+    wanted: WantedUpload
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedUpload:
     """A segment that is to be shipped, from when it was described until it is recorded."""
 
     segment: SegmentDescriptor
@@ -76,7 +76,7 @@ class UploadQueue:
         self._is_over = is_over
         self.regions: Sequence[Region] = ()
         self._lock = threading.Lock()
-        self._wanted: dict[int, Wanted] = {}
+        self._wanted: dict[int, WantedUpload] = {}
         self._jobs: deque[_Job] = deque()
         self.memory_bytes = 0
 
@@ -87,11 +87,11 @@ class UploadQueue:
         if size:
             self._metrics.passed(size)
 
-    def want(self, local: Segment) -> Wanted:
+    def want(self, local: Segment) -> WantedUpload:
         """Have a segment uploaded to the regions that count and lack it."""
         wanted = self._wanted.get(local.seq_first)
         if wanted is None:
-            wanted = Wanted(self._describe(local), local)
+            wanted = WantedUpload(self._describe(local), local)
         with self._lock:
             self._wanted[local.seq_first] = wanted
             for number, region in enumerate(self.regions):
@@ -114,12 +114,12 @@ class UploadQueue:
             raise Corrupt("this is another segment than the log has", path=local.path, seq=local.seq_first)
         return segment
 
-    def first(self) -> Wanted | None:
+    def first(self) -> WantedUpload | None:
         """The first segment that is not recorded."""
         with self._lock:
             return self._wanted[min(self._wanted)] if self._wanted else None
 
-    def find(self, seq_first: int) -> Wanted | None:
+    def find(self, seq_first: int) -> WantedUpload | None:
         return self._wanted.get(seq_first)
 
     def forget(self, seq: int) -> None:

@@ -39,7 +39,7 @@ ENDS_BYTES = 2**16
 SMALL_BYTES_MAX = 256 * 2**20
 
 
-class Readable(Protocol):
+class ObjectBytes(Protocol):
     def read_at(self, offset: int, size: int) -> bytes: ...
 
     def size(self) -> int: ...
@@ -117,7 +117,7 @@ class ObjectEnds(ObjectFile):
         return self._fetch(offset, end) if offset < end else b""
 
 
-def verify_object(name: str, reader: Readable, *, uri: str = "") -> None:
+def verify_object(name: str, reader: ObjectBytes, *, uri: str = "") -> None:
     """Raise where the object is not what its name says: `Corrupt`, `NotLowwater` or `NewerVersion`, with its
     name."""
     try:
@@ -138,7 +138,7 @@ def verify_object(name: str, reader: Readable, *, uri: str = "") -> None:
         raise
 
 
-def _verify_small(name: str, found: ObjectName, reader: Readable) -> None:
+def _verify_small(name: str, found: ObjectName, reader: ObjectBytes) -> None:
     size = reader.size()
     if size > SMALL_BYTES_MAX:
         raise Corrupt(f"the object has {size:,} bytes: none of this type is so large", hint=HINT)
@@ -167,7 +167,7 @@ def _verify_small(name: str, found: ObjectName, reader: Readable) -> None:
             raise Corrupt("this manifest is of another entry than its name says", hint=HINT)
 
 
-def _verify_pack(found: ObjectName, reader: Readable) -> None:
+def _verify_pack(found: ObjectName, reader: ObjectBytes) -> None:
     require(reader.read_at(0, PACK_HEADER.size), PACK_MAGIC, "pack", PACK_HEADER.size)
     hasher = blake3()
     for data in _parts(reader, 0, reader.size()):
@@ -176,7 +176,7 @@ def _verify_pack(found: ObjectName, reader: Readable) -> None:
         raise Corrupt("the hash of this pack does not match its name", hint=HINT)
 
 
-def _parts(reader: Readable, start: int, end: int) -> Iterator[bytes]:
+def _parts(reader: ObjectBytes, start: int, end: int) -> Iterator[bytes]:
     while start < end:
         data = reader.read_at(start, min(READ_BYTES, end - start))
         if not data:
@@ -188,13 +188,13 @@ def _parts(reader: Readable, start: int, end: int) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------- segments
 
 
-def open_segment(reader: Readable) -> File:
+def open_segment(reader: ObjectBytes) -> File:
     """A segment's raw bytes, however it is stored."""
     file: File = reader  # type: ignore[assignment]
     return CompressedSegment(file) if reader.read_at(0, len(ZSTD_MAGIC)) == ZSTD_MAGIC else file
 
 
-def describe_object(found: ObjectName, reader: Readable) -> tuple[SegmentHeader, SegmentDescriptor]:
+def describe_object(found: ObjectName, reader: ObjectBytes) -> tuple[SegmentHeader, SegmentDescriptor]:
     """What the two ends of a segment say, which is compared with its name. Its blocks are not looked at."""
     file = open_segment(reader)
     header = SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
@@ -207,7 +207,7 @@ def describe_object(found: ObjectName, reader: Readable) -> tuple[SegmentHeader,
     return header, described
 
 
-def verify_segment(found: ObjectName, reader: Readable) -> SegmentDescriptor:
+def verify_segment(found: ObjectName, reader: ObjectBytes) -> SegmentDescriptor:
     """Every byte of a segment: its blocks by their hashes, those by the segment's, which the name has."""
     if reader.read_at(0, len(ZSTD_MAGIC)) == ZSTD_MAGIC:
         verify_stored(reader)  # type: ignore[arg-type]

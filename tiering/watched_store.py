@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from lowwater.errors import Closed
 from lowwater.tiering.checksums import Checksum, Hashing
-from lowwater.tiering.store import Found, Store
+from lowwater.tiering.store import FoundObject, Store
 
 
 class WatchedStore:
@@ -32,10 +32,10 @@ class WatchedStore:
             self.requests += 1
         return data
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         return self._store.stat(name)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         return self._store.list(prefix, start_after)
 
     @property

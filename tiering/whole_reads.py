@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lowwater.tiering.checksums import Checksum, Hashing
-from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store import FoundObject, Part, Store
 
 BYTES_MAX = 128 * 2**20
 
@@ -80,13 +80,13 @@ class WholeReads:
         with self._lock:
             self._forget(name)
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         return self._store.stat(name)
 
     def checksum(self, name: str) -> Checksum:
         return self._store.checksum(name)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         return self._store.list(prefix, start_after)
 
     def copy(self, source: str, target: str) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from lowwater.engine.checkpoint.content import Known
+from lowwater.engine.checkpoint.content import KnownBlocks
 from lowwater.engine.format import format
 from lowwater.engine.format.blocks import (
     HINT,
@@ -146,10 +146,10 @@ class StoredCheckpoint:
                 raise Corrupt("a pack ends before a block that it holds", offset=offset, hint=HINT)
         return data
 
-    def blocks_of(self, entry: ListEntry) -> list[Known]:
+    def blocks_of(self, entry: ListEntry) -> list[KnownBlocks]:
         """The blocks of a list, and where they lie."""
         listed, locations = self.columns_of(entry)
-        return made_of(Known, made_of(Listed, *listed), made_of(Location, *locations))
+        return made_of(KnownBlocks, made_of(Listed, *listed), made_of(Location, *locations))
 
     def columns_of(self, entry: ListEntry) -> KnownColumns:
         """The same by columns, which takes half the time."""
@@ -161,7 +161,7 @@ class StoredCheckpoint:
                 raise Corrupt("a list of blocks has other locations than blocks", hint=HINT)
             return listed, locations
 
-    def blocks(self) -> Iterator[Known]:
+    def blocks(self) -> Iterator[KnownBlocks]:
         for entry in self.index.lists:
             yield from self.blocks_of(entry)
 
@@ -171,7 +171,7 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------------ rows
 
-    def content_of(self, known: Known) -> tuple[Rows, list[Place]]:
+    def content_of(self, known: KnownBlocks) -> tuple[Rows, list[Place]]:
         """A block, and the places of its large values."""
         listed, location = known
         size = listed.block_bytes + location.places_bytes
@@ -185,7 +185,7 @@ class StoredCheckpoint:
                 raise Corrupt("a block has other places than large values", hint=HINT)
         return rows, places
 
-    def rows_of(self, known: Known) -> Iterator[CheckpointRow]:
+    def rows_of(self, known: KnownBlocks) -> Iterator[CheckpointRow]:
         """The rows of a block."""
         rows, places = self.content_of(known)
         at = iter(places)

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
-from lowwater.engine.checkpoint.pagewalk import Stretch, walk
+from lowwater.engine.checkpoint.pagewalk import PageStretch, walk
 from lowwater.engine.format.blocks import (
     LARGE,
     Listed,
@@ -44,7 +44,7 @@ from lowwater.engine.format.pages import (
     REFERENCE,
     TOMBSTONE,
     Boundaries,
-    Page,
+    DataPage,
     StoredColumns,
     decode_page,
     page_key,
@@ -64,7 +64,7 @@ _LIVE_BYTES = bytes([0, REFERENCE, BUCKET])
 IsBoundary = Callable[[bytes], bool]
 
 
-class Known(NamedTuple):
+class KnownBlocks(NamedTuple):
     """A block of an earlier checkpoint."""
 
     listed: Listed
@@ -86,7 +86,7 @@ class AwayBlock(NamedTuple):
     read: Callable[[], Block]
 
 
-AnyBlock = Block | Known | AwayBlock
+AnyBlock = Block | KnownBlocks | AwayBlock
 
 
 class Base(Protocol):
@@ -94,7 +94,7 @@ class Base(Protocol):
 
     seq: int
 
-    def blocks(self) -> Iterator[Known]:
+    def blocks(self) -> Iterator[KnownBlocks]:
         """All of them, in order."""
         ...
 
@@ -157,9 +157,9 @@ def blocks_at(
 ) -> Iterator[AnyBlock | None]:
     """The blocks of the content as of `seq`, which is pinned; None where others may run. `base` is of a seq
     that is not higher. Leave changes out when all of them up to `seq` are in pages."""
-    builder = _Builder(state.boundaries.is_boundary)
+    builder = _BlockBuilder(state.boundaries.is_boundary)
     # What was kept last is given out when it is known that what follows does not belong to it.
-    kept: tuple[Known, bytes, bytes] | None = None
+    kept: tuple[KnownBlocks, bytes, bytes] | None = None
 
     def chunks(low: bytes, high: bytes) -> Iterator[_Chunk | None]:
         for run in walk(state, low, high, with_changes=with_changes):
@@ -197,7 +197,7 @@ def blocks_at(
     yield builder.finish()
 
 
-_Step = tuple[bytes, bytes, Known | None]
+_Step = tuple[bytes, bytes, KnownBlocks | None]
 """From where to below where, and the block that is kept."""
 
 
@@ -232,7 +232,7 @@ def _plan(state: State, base: Base | None, *, with_changes: bool) -> Iterator[_S
         low, current = high, following
 
 
-def _is_unchanged(stretch: Stretch, low: bytes, block_key: bytes, base_seq: int) -> bool:
+def _is_unchanged(stretch: PageStretch, low: bytes, block_key: bytes, base_seq: int) -> bool:
     """Whether nothing in a stretch of a block, which reaches down to `low`, has changed since the base."""
     if stretch.changes or stretch.is_unstamped:
         return False  # a transaction may have ended since, of which its pages do not know
@@ -247,11 +247,11 @@ def _is_unchanged(stretch: Stretch, low: bytes, block_key: bytes, base_seq: int)
     return 0 < _seq_of(stretch) <= base_seq
 
 
-def _seq_of(stretch: Stretch) -> int:
+def _seq_of(stretch: PageStretch) -> int:
     page = stretch.page
     assert stretch.key is not None
     assert page is not None
-    if isinstance(page, Page):
+    if isinstance(page, DataPage):
         return page.seq
     if is_reference(page):
         return decode_reference(page, stretch.key).page_seq
@@ -269,7 +269,7 @@ class _Chunk(NamedTuple):
     rows: Rows | None
     places: list[Place]
     stored: StoredColumns | None
-    page: Page | None
+    page: DataPage | None
     listed: Listed | None = None
     """Of a page that is away: the block that its rows are, if nothing else belongs to it."""
     read: Callable[[], _Chunk] | None = None
@@ -286,7 +286,7 @@ class _Chunk(NamedTuple):
         return Rows(page.keys, page.seqs, page.times, bytes(page.flags), page.metadata, page.values)
 
 
-class _Builder:
+class _BlockBuilder:
     """Puts chunks together into blocks."""
 
     def __init__(self, is_boundary: IsBoundary) -> None:
@@ -352,7 +352,7 @@ def _joined(parts: list[Rows]) -> Rows:
     )
 
 
-def _chunk_away(stretch: Stretch, reference: Reference, seq: int, state: State) -> _Chunk:
+def _chunk_away(stretch: PageStretch, reference: Reference, seq: int, state: State) -> _Chunk:
     """Of a page that is away and is one block."""
     key, data = stretch.key, stretch.page
     assert key is not None
@@ -369,7 +369,7 @@ _Row = tuple[bytes, int, int, int, bytes, bytes]
 """encoded key, seq, time_us, flags, metadata, value as pages have it"""
 
 
-def _chunks_of(stretch: Stretch, seq: int, state: State) -> Iterator[_Chunk]:
+def _chunks_of(stretch: PageStretch, seq: int, state: State) -> Iterator[_Chunk]:
     """The live rows of a stretch as of `seq`."""
     page = stretch.page
     if isinstance(page, bytes):
@@ -417,7 +417,7 @@ def _chunks_of(stretch: Stretch, seq: int, state: State) -> Iterator[_Chunk]:
         )
 
 
-def _rows(page: Page | None, stretch: Stretch, seq: int, state: State) -> list[_Row]:
+def _rows(page: DataPage | None, stretch: PageStretch, seq: int, state: State) -> list[_Row]:
     """Where no transaction has written."""
     rows = [] if page is None else _page_rows(page, stretch, seq)
     if not stretch.changes:
@@ -435,7 +435,7 @@ def _rows(page: Page | None, stretch: Stretch, seq: int, state: State) -> list[_
     return rows
 
 
-def _resolved_rows(page: Page | None, stretch: Stretch, seq: int, state: State) -> Iterator[_Row]:
+def _resolved_rows(page: DataPage | None, stretch: PageStretch, seq: int, state: State) -> Iterator[_Row]:
     """Where transactions have written."""
     for key, versions in state.seen_between(
         page,
@@ -454,7 +454,7 @@ def _resolved_rows(page: Page | None, stretch: Stretch, seq: int, state: State) 
             yield key, version_seq, time_us, flags, metadata, value
 
 
-def _page_rows(page: Page, stretch: Stretch, seq: int) -> list[_Row]:
+def _page_rows(page: DataPage, stretch: PageStretch, seq: int) -> list[_Row]:
     keys, seqs = page.keys, page.seqs
     stop = bisect_left(keys, stretch.high)
     row = bisect_left(keys, stretch.low)
@@ -472,7 +472,7 @@ def _page_rows(page: Page, stretch: Stretch, seq: int) -> list[_Row]:
     return found
 
 
-def _page_row(page: Page, key: bytes, seq: int) -> list[_Row]:
+def _page_row(page: DataPage, key: bytes, seq: int) -> list[_Row]:
     row = page.version_at(key, seq)
     if row < 0:
         return []
@@ -487,7 +487,7 @@ def _chunk(
     flags: bytes,
     metadata: list[bytes],
     values: Sequence[bytes],
-    stretch: Stretch,
+    stretch: PageStretch,
 ) -> _Chunk:
     """Of columns with values as pages have them."""
     values, places = as_content(flags, values)

@@ -28,7 +28,7 @@ from lowwater.engine.state.keeping import Keeping
 from lowwater.engine.state.meta import INSTALLING_KEY, META_KEY, Meta, encode_meta
 from lowwater.engine.state.sessions import rows_of_control
 from lowwater.engine.state.state import LOWEST
-from lowwater.engine.state.transaction_table import TABLE_KEY, Row, encode_table
+from lowwater.engine.state.transaction_table import TABLE_KEY, TransactionRow, encode_table
 from lowwater.errors import AlreadyExists, Corrupt
 
 # So many references, or up to a list more, go in one transaction.
@@ -37,7 +37,7 @@ RUN_REFERENCES = 16384
 
 def meta_of_checkpoint(
     checkpoint: Checkpoint, *, salt: bytes, page_keys: int, inline_bytes_max: int
-) -> tuple[Meta, list[Row]]:
+) -> tuple[Meta, list[TransactionRow]]:
     """What a page store says of itself that holds what the checkpoint does, and the transactions that were
     open then. The three others are what the log's first entry says."""
     body = checkpoint.control_body
@@ -45,7 +45,7 @@ def meta_of_checkpoint(
         keeping = {name: body[name] for name in Keeping().to_meta()}
         rows = [
             # Of its frames redo finds out the rest, but for what others have done to it.
-            Row(txn, snapshot_seq, snapshot_seq, txn, doomed=doomed)
+            TransactionRow(txn, snapshot_seq, snapshot_seq, txn, doomed=doomed)
             for txn, snapshot_seq, _, doomed, _ in body.get("transactions", ())
         ]
         meta = Meta(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 
-from lowwater.engine.checkpoint.content import Base, Known
+from lowwater.engine.checkpoint.content import Base, KnownBlocks
 from lowwater.engine.format.pages import REFERENCE, decode_page, swept
 from lowwater.engine.format.records import VALUE_PLACE
 from lowwater.engine.format.references import (
@@ -73,7 +73,7 @@ class Leaving:
                 self._leave(run, checkpoint.seq)
         return away.left - before
 
-    def _leave(self, run: Sequence[Known], checkpoint_seq: int) -> None:
+    def _leave(self, run: Sequence[KnownBlocks], checkpoint_seq: int) -> None:
         """Alone: a group under way would put back what it has read before."""
         state = self._state
         with state.lock:

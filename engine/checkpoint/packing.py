@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
-from lowwater.engine.checkpoint.content import AnyBlock, AwayBlock, Block, IsBoundary, Known
+from lowwater.engine.checkpoint.content import AnyBlock, AwayBlock, Block, IsBoundary, KnownBlocks
 from lowwater.engine.format.blocks import (
     HASH_BYTES,
     NO_HASH,
@@ -130,7 +130,7 @@ class Packing:
         if self._open.blocks and self._begins_list(listed.key):
             self._end_list()
         where: Location | _Packed | None
-        if isinstance(block, Known):
+        if isinstance(block, KnownBlocks):
             where = block.location
         else:
             where = self._base_blocks.find(listed)
@@ -238,7 +238,7 @@ class Packing:
 class _Cursor:
     """The blocks of the base, asked for in the order of their keys."""
 
-    def __init__(self, blocks: Iterator[Known]) -> None:
+    def __init__(self, blocks: Iterator[KnownBlocks]) -> None:
         self._blocks = blocks
         self._current = next(blocks, None)
 

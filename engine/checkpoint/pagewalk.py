@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowwater.engine.format.pages import KEY_END, Page
+from lowwater.engine.format.pages import KEY_END, DataPage
 from lowwater.engine.format.records import Record
 from lowwater.engine.state.ranges import Range
 from lowwater.engine.state.state import State
@@ -27,14 +27,14 @@ RUN_CHANGES = 256
 ATTEMPTS = 4
 
 
-class Stretch(NamedTuple):
+class PageStretch(NamedTuple):
     """The keys from `low` to below `high`, which lie in one page, or in none."""
 
     low: bytes
     high: bytes
     key: bytes | None
     """The page's."""
-    page: Page | bytes | None
+    page: DataPage | bytes | None
     """As it is stored, where it is not in memory: perhaps as a reference."""
     changes: dict[bytes, list[Record]]
     """What is in no page yet, newest first."""
@@ -46,7 +46,7 @@ class Stretch(NamedTuple):
     """What became of the transactions that have written here."""
 
 
-def walk(state: State, low: bytes, high: bytes, *, with_changes: bool) -> Iterator[list[Stretch]]:
+def walk(state: State, low: bytes, high: bytes, *, with_changes: bool) -> Iterator[list[PageStretch]]:
     """The stretches from `low` to below `high`, a few at a time. Leave the changes out where all that is to
     be seen is in pages."""
     while low < high:
@@ -55,7 +55,7 @@ def walk(state: State, low: bytes, high: bytes, *, with_changes: bool) -> Iterat
         low = run[-1].high
 
 
-def _run(state: State, low: bytes, high: bytes, *, with_changes: bool) -> list[Stretch]:
+def _run(state: State, low: bytes, high: bytes, *, with_changes: bool) -> list[PageStretch]:
     for _ in range(ATTEMPTS):
         with state.lock:
             place = state.map.find(low)
@@ -71,11 +71,11 @@ def _run(state: State, low: bytes, high: bytes, *, with_changes: bool) -> list[S
 
 def _look_up(
     state: State, place: Range, low: bytes, high: bytes, pages_max: int, *, with_changes: bool
-) -> list[Stretch]:
+) -> list[PageStretch]:
     """With the lock: the next stretches of a range, with those pages that are in memory."""
     layout = place.layout
     range_high = state.map.high_of(place.low)
-    stretches: list[Stretch] = []
+    stretches: list[PageStretch] = []
     index = layout.index(low)
     changes_left = RUN_CHANGES
     while low < high and len(stretches) < pages_max:
@@ -96,7 +96,7 @@ def _look_up(
         page = layout.pages[index] if index >= 0 else None
         is_unstamped = key in state.transactions.unstamped
         view = state.view(place, key)
-        stretches.append(Stretch(low, end, key, page, changes, is_whole, is_unstamped, view))
+        stretches.append(PageStretch(low, end, key, page, changes, is_whole, is_unstamped, view))
         low = end
         if end == natural:
             index += 1
@@ -105,7 +105,7 @@ def _look_up(
     return stretches
 
 
-def _read(state: State, run: list[Stretch]) -> list[Stretch]:
+def _read(state: State, run: list[PageStretch]) -> list[PageStretch]:
     """The same with pages as they are stored, where they are not in memory."""
     missing = [each.key for each in run if each.key is not None and each.page is None]
     if not missing:
@@ -117,7 +117,7 @@ def _read(state: State, run: list[Stretch]) -> list[Stretch]:
     ]
 
 
-def _required(run: list[Stretch]) -> list[Stretch]:
+def _required(run: list[PageStretch]) -> list[PageStretch]:
     if any(each.key is not None and each.page is None for each in run):
         raise PagesDamaged("a page is missing from the page store")
     return run

@@ -22,7 +22,7 @@ from lowwater.engine.database.aio import AsyncDatabase
 from lowwater.engine.database.core import ColdOf, EngineOptions
 from lowwater.engine.database.locks import LockManager
 from lowwater.engine.database.open_transactions import OpenTransactions
-from lowwater.engine.database.reads import Reading
+from lowwater.engine.database.reads import Reads
 from lowwater.engine.database.redo import Progress
 from lowwater.engine.database.session import TTL_S_DEFAULT, Session, write_request
 from lowwater.engine.database.spill import abort_losers
@@ -69,7 +69,7 @@ _pack_fixed = format.FIXED.pack
 __all__ = ["Database", "EngineOptions", "open_database"]
 
 
-class Database(Reading):
+class Database(Reads):
     """Use `lowwater.open`."""
 
     _votes_alone = True

@@ -25,7 +25,7 @@ from lowwater.engine.checkpoint.checkpoints import Checkpoints
 from lowwater.engine.database.core import ColdOf, EngineOptions
 from lowwater.engine.database.opening import configured, open_parts
 from lowwater.engine.database.orchestrator import Orchestrator, Outcome
-from lowwater.engine.database.reads import Reading
+from lowwater.engine.database.reads import Reads
 from lowwater.engine.database.redelivery import HeldFrames
 from lowwater.engine.database.redo import Progress
 from lowwater.engine.database.upkeep import Upkeep
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from lowwater.config import Config
 
 
-class Engine(Reading):
+class FedEngine(Reads):
     """An engine that is fed by an orchestrator: `apply_log_entry(seq, entry)`, in the order of the seqs.
 
     The first entry is `Create(cluster_id, salt)`; until it comes there is nothing to read. After a restart,
@@ -108,7 +108,7 @@ class Engine(Reading):
 
         def begin(log: Log, pages: PageStore, found: Seams) -> None:
             self._held = HeldFrames(log)
-            Reading.__init__(
+            Reads.__init__(
                 self,
                 log,
                 pages,

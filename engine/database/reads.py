@@ -28,13 +28,13 @@ from lowwater.engine.log.check import Finding
 from lowwater.engine.state.away import PageAway
 from lowwater.engine.state.keeping import Pin, Snapshot
 from lowwater.engine.state.requests import Copied
-from lowwater.engine.state.transaction_table import Row
+from lowwater.engine.state.transaction_table import TransactionRow
 from lowwater.errors import InputError, LowwaterError, NotFound, RetryError, VersionGone
 
 _Objects = Callable[[str, bytes, bytes, PlaceReader | None], Iterator[Object]]
 
 
-class Reading(Core):
+class Reads(Core):
     def buckets(self, at: At | None = None) -> list[str]:
         self._require_open()
         if at is not None:
@@ -67,7 +67,7 @@ class Reading(Core):
         self._refuse_inside()
         return self._state.away.call(lambda: self._newest(bucket, key, reader))[0]
 
-    def _copied(self, bucket: str, key: str, row: Row | None = None) -> Copied:
+    def _copied(self, bucket: str, key: str, row: TransactionRow | None = None) -> Copied:
         """With the state's lock: what a copy of this key holds, which is there for this transaction."""
         state = self._state
         encoded = state.prefixes[bucket] + key.encode()
@@ -297,7 +297,7 @@ class Reading(Core):
             low = max(low, encode_key(name, as_text(start_after, "key")) + b"\0")
         found = self._scan(bucket, low, high, at, wait_s)
         next(found)  # into the block that unpins, which a generator that never began does not leave
-        return Scan(found)
+        return ScanBelow(found)
 
     def _scan(
         self, bucket: str, low: bytes, high: bytes, at: At | None, wait_s: float | None
@@ -418,7 +418,7 @@ class Reading(Core):
             return {name: Snapshot(seq, ends.get(name)) for name, seq in state.snapshots.items()}
 
 
-class Scan(Iterator[Object]):
+class ScanBelow(Iterator[Object]):
     """The objects of a scan. Who leaves it before its end can `close` it: until then its moment is pinned."""
 
     __slots__ = ("_lists", "_objects")

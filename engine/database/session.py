@@ -22,7 +22,7 @@ from lowwater.engine.format.request_id import NUMBER_MAX, RESULTS_MAX, RequestId
 from lowwater.engine.log.chain import Chain
 from lowwater.engine.state.decide import Refusal, decide
 from lowwater.engine.state.requests import Copied, Request, encode_outcome, members_of, session_of
-from lowwater.engine.state.sessions import Session as StoredSession
+from lowwater.engine.state.sessions import StoredSession
 from lowwater.errors import (
     AlreadyExists,
     ConditionFailed,

@@ -19,7 +19,7 @@ from lowwater.engine.format.entries import Abort, Begin, Commit, Delete, Put
 from lowwater.engine.log.chain import Chain
 from lowwater.engine.state.decide import OPEN_MAX, ROLLBACKS_MAX, conflicts, encoded
 from lowwater.engine.state.requests import encode_outcome
-from lowwater.engine.state.transaction_table import Row
+from lowwater.engine.state.transaction_table import TransactionRow
 from lowwater.errors import Conflict, LimitExceeded, LowwaterError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Spill:
             if conflicts(state, encoded(state, entry.bucket, entry.key), self._snapshot_seq, self.txn):
                 raise self._conflict()
 
-    def _row(self) -> Row:
+    def _row(self) -> TransactionRow:
         return self._database._state.transactions.open[self.txn]
 
     def _require_undoomed(self) -> None:

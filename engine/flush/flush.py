@@ -23,7 +23,7 @@ from itertools import chain, islice, pairwise, repeat
 from typing import NamedTuple
 
 from lowwater.engine.format.fast import IS_COMPILED, merge_range
-from lowwater.engine.format.pages import TOMBSTONE, Page, encode_page, stored_bytes, stored_page
+from lowwater.engine.format.pages import TOMBSTONE, DataPage, encode_page, stored_bytes, stored_page
 from lowwater.engine.format.records import PageVersion, page_version
 from lowwater.engine.pages.merging import Merged, Rules, merge_changes
 from lowwater.engine.seams.failpoints import Failpoint
@@ -82,7 +82,7 @@ PAGES_AT_ONCE = 16
 FLUSH_ABOVE = 0.6
 
 
-Part = tuple[int, list[tuple[bytes, bytes, Page]]]
+Part = tuple[int, list[tuple[bytes, bytes, DataPage]]]
 """The index of a page of a range (-1: below the first), and all that it became: page keys, bytes, pages.
 Perhaps nothing."""
 
@@ -143,7 +143,7 @@ class Flusher:
         self.meta = meta
         self._make_durable = make_durable
         # Pages at which ranges were divided, and of which the store has nothing yet.
-        self._unstored: dict[bytes, Page] = {}
+        self._unstored: dict[bytes, DataPage] = {}
         self._job: Generator[None, None, None] | None = None
         # Changes that are in the pages, and take memory still.
         self._going: list[Records] = []
@@ -161,7 +161,7 @@ class Flusher:
         # Pages that changes wait for, with the references in their places; those of them that were read; and
         # whether it is time to go on with those.
         self.awaited: dict[bytes, bytes] = {}
-        self._brought: dict[bytes, tuple[bytes, Page]] = {}
+        self._brought: dict[bytes, tuple[bytes, DataPage]] = {}
         self._bringing = threading.Lock()
         self._brought_bytes = 0
         self._goes_on = False
@@ -316,7 +316,7 @@ class Flusher:
             self._goes_on = self._goes_on or not self.can_bring
         return True
 
-    def _fetch(self, layout: Layout, index: int) -> Page | None:
+    def _fetch(self, layout: Layout, index: int) -> DataPage | None:
         """A page to be merged into; None where it is away and was not brought yet."""
         key = layout.keys[index]
         page = layout.pages[index]
@@ -509,7 +509,7 @@ class Flusher:
         waiting: list[bytes] = []
         parts = yield from self._merged_at_once(each, group)
         keys: list[bytes] = []
-        pages: list[Page | None] = []
+        pages: list[DataPage | None] = []
         passed = 0  # pages that have gone into the new layout, or what has become of them
         for part in parts if parts is not None else self._merged_here(each, frozen_seq, kept, waiting):
             if part is None:
@@ -614,7 +614,7 @@ class Flusher:
                     waiting += changed
                     continue
             merged = yield from self._merge_page(each, page, low, changed, frozen_seq, kept)
-            made: list[tuple[bytes, bytes, Page]] = []
+            made: list[tuple[bytes, bytes, DataPage]] = []
             for number, (key, result) in enumerate(merged):
                 made.append(_made(key, result))
                 if number % 4 == 3:
@@ -623,7 +623,13 @@ class Flusher:
             yield None
 
     def _merge_page(
-        self, each: Range, page: Page | None, low: bytes, changed: list[bytes], frozen_seq: int, kept: Kept
+        self,
+        each: Range,
+        page: DataPage | None,
+        low: bytes,
+        changed: list[bytes],
+        frozen_seq: int,
+        kept: Kept,
     ) -> Generator[None, None, Merged]:
         """What becomes of one page."""
         if page is not None and self._view:
@@ -653,7 +659,7 @@ class Flusher:
         )
 
     def _joins(
-        self, each: Range, before: Layout, keys: list[bytes], pages: list[Page | None], seq: int
+        self, each: Range, before: Layout, keys: list[bytes], pages: list[DataPage | None], seq: int
     ) -> bool:
         """Whether the page before may take over the keys of one that has become empty: its seq would say
         that it has all their changes up to there. So it must not be above `seq`, which is what is known of
@@ -673,7 +679,7 @@ class Flusher:
         self,
         before: Layout,
         keys: list[bytes],
-        pages: list[Page | None],
+        pages: list[DataPage | None],
         frozen_seq: int,
         puts: list[tuple[bytes, bytes]],
     ) -> None:
@@ -683,7 +689,9 @@ class Flusher:
         key = keys[-1]
         page = pages[-1] or self._state.fetch(before, before.index(key))
         if page.seq < frozen_seq:
-            page = Page(frozen_seq, page.keys, page.seqs, page.times, page.flags, page.metadata, page.values)
+            page = DataPage(
+                frozen_seq, page.keys, page.seqs, page.times, page.flags, page.metadata, page.values
+            )
             data = encode_page(page, key)
             pages[-1] = stored_page(data)
             puts.append((key, data))
@@ -835,15 +843,15 @@ def _sorted(records: Records) -> Generator[None, None, list[bytes]]:
     return keys
 
 
-def _made(key: bytes, page: Page) -> tuple[bytes, bytes, Page]:
+def _made(key: bytes, page: DataPage) -> tuple[bytes, bytes, DataPage]:
     """A page that is to be stored: its page key, its bytes, and the page as whose bytes it is kept."""
     data = stored_bytes(page, key)
     return key, data, stored_page(data)
 
 
-def _placeholder(low: bytes, seq: int) -> Page:
+def _placeholder(low: bytes, seq: int) -> DataPage:
     """A page without keys: one tombstone, which is older than all that was ever written."""
-    return Page(seq, [low], array("Q", [0]), array("Q", [0]), bytearray([TOMBSTONE]), [b""], [b""])
+    return DataPage(seq, [low], array("Q", [0]), array("Q", [0]), bytearray([TOMBSTONE]), [b""], [b""])
 
 
 def _as_group(ranges: list[Range], group_bytes: int) -> list[Range]:

@@ -172,7 +172,7 @@ class Boundaries:
 # ---------------------------------------------------------------------------- pages
 
 
-class Page:
+class DataPage:
     """Rows as columns, one row a version. One that is stored, or was read from the store, is its bytes: its
     columns are made each time that they are asked for, and `find` and `row` of a point read do without."""
 
@@ -277,11 +277,11 @@ class Page:
                 high = middle
         return low if self._row_ends is None else self._row_ends[low - 1]
 
-    def only(self, keep: Sequence[bool]) -> Page:
+    def only(self, keep: Sequence[bool]) -> DataPage:
         """The page without the rows that are not to be kept."""
         if all(keep):
             return self
-        return Page(
+        return DataPage(
             self.seq,
             list(compress(self.keys, keep)),
             array("Q", compress(self.seqs, keep)),
@@ -590,7 +590,7 @@ def _cut(blob: bytes, ends: array[int]) -> list[bytes]:
     return parts
 
 
-def encode_page(page: Page, key: bytes) -> bytes:
+def encode_page(page: DataPage, key: bytes) -> bytes:
     """The bytes of a page that is to be stored under the page key `key`."""
     keys, metadata = page.keys, page.metadata
     row_count = len(keys)
@@ -625,12 +625,12 @@ def encode_page(page: Page, key: bytes) -> bytes:
     return b"".join((_RECOGNISED, _pack_u32(crc32(covered, crc32(_RECOGNISED, crc32(key)))), covered))
 
 
-def stored_bytes(page: Page, key: bytes) -> bytes:
+def stored_bytes(page: DataPage, key: bytes) -> bytes:
     """The bytes of a page that is stored, or is to be, under the page key `key`."""
     return encode_page(page, key) if page._data is None else page._data
 
 
-def decode_page(data: bytes, key: bytes) -> Page:
+def decode_page(data: bytes, key: bytes) -> DataPage:
     """The page that lies under the page key `key`."""
     if data[: len(_RECOGNISED)] != _RECOGNISED or len(data) < HEADER_BYTES:
         _refuse(data)
@@ -638,7 +638,7 @@ def decode_page(data: bytes, key: bytes) -> Page:
     return stored_page(data)
 
 
-def stored_page(data: bytes) -> Page:
+def stored_page(data: bytes) -> DataPage:
     """The page with these bytes, which `encode_page` has just made, or whose checksum was compared."""
     seq, key_count, row_count, key_bytes, metadata_bytes, value_bytes = _unpack_covered(data, _COVERED_AT)
     key_ends_at = HEADER_BYTES + 16 * row_count
@@ -653,7 +653,7 @@ def stored_page(data: bytes) -> Page:
         raise Corrupt("a page's counts do not add up to its size", hint=_HINT)
     if data[HEADER_BYTES - 4 : HEADER_BYTES] != b"\0\0\0\0":
         raise Corrupt("a page has bytes set that must be zero", hint=_HINT)
-    page = Page.__new__(Page)
+    page = DataPage.__new__(DataPage)
     page.seq = seq
     if data[flags_at:keys_at].translate(None, _FLAG_BYTES_KNOWN):
         raise NewerVersion("a page has row flags that are not known to this version")
@@ -704,7 +704,7 @@ class StoredColumns(NamedTuple):
     body: bytes
 
 
-def stored_columns(page: Page) -> tuple[bytes, StoredColumns] | None:
+def stored_columns(page: DataPage) -> tuple[bytes, StoredColumns] | None:
     """The first key of a page, and its columns; None unless each of its keys has one version, none of them is
     deleted, no value is a reference, and the page is as it was stored."""
     data = page._data
@@ -743,14 +743,14 @@ def _refuse(data: bytes) -> None:
 
 
 def merge(
-    page: Page | None,
+    page: DataPage | None,
     low: bytes,
     records: list[Record],
     *,
     frozen_seq: int,
     floor: int,
     boundaries: Boundaries,
-) -> list[tuple[bytes, Page]]:
+) -> list[tuple[bytes, DataPage]]:
     """What becomes of the page at `low` with `records`, which are sorted and belong to its range: pages with
     their page keys. None of them is empty, so the first may be missing, and all of them.
 
@@ -834,19 +834,19 @@ def merge(
     if not keys:
         return []
     assert keys[0] >= low, "a key below its page"
-    merged = Page(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
+    merged = DataPage(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
     return _split(merged, low, cuts)
 
 
 def merge_puts(
-    page: Page | None,
+    page: DataPage | None,
     low: bytes,
     keys: list[bytes],
     columns: tuple[array[int], array[int], bytearray, list[bytes]],
     *,
     frozen_seq: int,
     boundaries: Boundaries,
-) -> list[tuple[bytes, Page]]:
+) -> list[tuple[bytes, DataPage]]:
     """`merge` for what most changes are: puts without metadata, as columns of seqs, times, flags and values.
     All of them are newer than the page, which `has_mere_puts`, and nobody needs what they supersede."""
     seqs, times, flags, values = columns
@@ -880,19 +880,19 @@ def merge_puts(
         else:
             flags = bytearray(len(keys))
     assert keys[0] >= low, "a key below its page"
-    merged = Page(seq, keys, seqs, times, flags, [b""] * len(keys), values)
+    merged = DataPage(seq, keys, seqs, times, flags, [b""] * len(keys), values)
     merged._mere_puts = True
     return _split(merged, low, cuts)
 
 
 def _overwritten(
-    page: Page,
+    page: DataPage,
     low: bytes,
     keys: list[bytes],
     seq: int,
     changed: list[int],
     columns: tuple[array[int], array[int], bytearray, list[bytes]],
-) -> Page:
+) -> DataPage:
     """The page at `low`, whose keys these are, with the rows at `changed` replaced. Nothing is sorted or
     moved, as it is where there are new keys."""
     patched = _patched(page, low, seq, changed, columns)
@@ -902,18 +902,18 @@ def _overwritten(
     seqs, times, flags, values = page.seqs[:], page.times[:], page.flags[:], list(page.values)
     for row, row_seq, time_us, flag, value in zip(changed, *columns, strict=True):
         seqs[row], times[row], flags[row], values[row] = row_seq, time_us, flag, value
-    overwritten = Page(seq, keys, seqs, times, flags, [b""] * len(keys), values)
+    overwritten = DataPage(seq, keys, seqs, times, flags, [b""] * len(keys), values)
     overwritten._mere_puts = True
     return overwritten
 
 
 def _patched(
-    page: Page,
+    page: DataPage,
     low: bytes,
     seq: int,
     changed: list[int],
     columns: tuple[array[int], array[int], bytearray, list[bytes]],
-) -> Page | None:
+) -> DataPage | None:
     """The same in the page's bytes, where it has them, and all values have one size."""
     data = page._data
     seqs, times, flags, values = columns
@@ -955,7 +955,7 @@ def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:
     return newer
 
 
-def swept(page: Page, floor: int) -> Page:
+def swept(page: DataPage, floor: int) -> DataPage:
     """The page without the rows that the floor takes: of each key, what is older than its newest version at
     or below it, and that one where it is a deletion."""
     keep: list[bool] = []
@@ -972,7 +972,7 @@ def swept(page: Page, floor: int) -> Page:
     return page.only(keep)
 
 
-def _split(page: Page, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, Page]]:
+def _split(page: DataPage, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, DataPage]]:
     """The pages that begin at `low` and at each of `cuts`, without empty ones."""
     keys = page.keys
     if not cuts:
@@ -984,7 +984,7 @@ def _split(page: Page, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, Page]
     parts = []
     for low, (start, end) in zip(lows, pairwise(starts), strict=True):
         if start < end:
-            part = Page(
+            part = DataPage(
                 page.seq,
                 keys[start:end],
                 page.seqs[start:end],

@@ -34,7 +34,7 @@ from lowwater.engine.format.blocks import (
     hash_of,
 )
 from lowwater.engine.format.ckpt import pack_name
-from lowwater.engine.format.pages import BUCKET, REFERENCE, Page, encode_page, page_key, stored_page
+from lowwater.engine.format.pages import BUCKET, REFERENCE, DataPage, encode_page, page_key, stored_page
 from lowwater.engine.format.records import VALUE_PLACE
 from lowwater.engine.seams.checksum import crc32
 from lowwater.errors import Corrupt, DataError, NewerVersion
@@ -164,7 +164,7 @@ def as_content(flags: bytes | bytearray, values: Sequence[bytes]) -> tuple[Seque
     return values, places
 
 
-def is_block(page: Page, listed: Listed, location: Location) -> bool:
+def is_block(page: DataPage, listed: Listed, location: Location) -> bool:
     """Whether a page is this very block and nothing else: each row, and each place of a large value."""
     flags = bytes(page.flags)
     keys = page.keys
@@ -176,7 +176,7 @@ def is_block(page: Page, listed: Listed, location: Location) -> bool:
     return hash_of(data) == listed.block_hash and places_hash == location.places_hash
 
 
-def page_of_block(reference: Reference, key: bytes, data: bytes) -> Page:
+def page_of_block(reference: Reference, key: bytes, data: bytes) -> DataPage:
     """The page under the page key `key`, of what was read where its reference says. Nothing of that is
     trusted: a block that is not the one is named."""
     try:
@@ -200,7 +200,7 @@ def page_of_block(reference: Reference, key: bytes, data: bytes) -> Page:
         values[number] = VALUE_PLACE.pack(segment_first, offset, *LARGE.unpack(values[number]))
     if page_key(rows.keys[0]) != key:
         raise Corrupt("a reference leads to the block of another page", hint=HINT)
-    page = Page(
+    page = DataPage(
         reference.page_seq, rows.keys, rows.seqs, rows.times, bytearray(rows.flags), rows.metadata, values
     )
     return stored_page(encode_page(page, key))

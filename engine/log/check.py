@@ -38,7 +38,7 @@ from lowwater.engine.log.directory import (
 from lowwater.engine.log.footer import footer_steps, hash_blocks
 from lowwater.engine.log.recover import Current, begins_with_fork, chain_after_frames
 from lowwater.engine.log.scan import READ_BYTES, Scan, scan_frames
-from lowwater.engine.log.walk import Place, judge_current, numbered_places, open_place, open_single, walk
+from lowwater.engine.log.walk import WalkPlace, judge_current, numbered_places, open_place, open_single, walk
 from lowwater.engine.seams.seams import File, Files
 from lowwater.errors import Corrupt, DeniedError, LowwaterError, NotFound
 
@@ -266,7 +266,7 @@ def _check_stored(file: CompressedSegment, path: str) -> Iterator[Step]:
         yield Finding.of(error, path)
 
 
-def _check_complete(file: File, place: Place) -> Generator[Step, None, Segment | None]:
+def _check_complete(file: File, place: WalkPlace) -> Generator[Step, None, Segment | None]:
     """Check a complete segment; the generator's value is what is known of it, or None."""
     path = place.path
     size = file.size()

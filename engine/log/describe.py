@@ -30,8 +30,8 @@ from lowwater.engine.log.directory import (
 from lowwater.engine.log.footer import footer_steps
 from lowwater.engine.log.reader import SealedReader, time_of
 from lowwater.engine.log.recover import chain_after_frames, creation_of, hash_body
-from lowwater.engine.log.scan import Readable, Scan, scan_frames
-from lowwater.engine.log.walk import Place, State, judge_current, open_place, open_single, walk
+from lowwater.engine.log.scan import FrameBytes, Scan, scan_frames
+from lowwater.engine.log.walk import State, WalkPlace, judge_current, open_place, open_single, walk
 from lowwater.engine.seams.seams import File, Files
 from lowwater.errors import Corrupt, DataError, NewerVersion, NotFound, NotLowwater
 
@@ -295,7 +295,7 @@ def _describe_footer(
     description.streams = list(_streams(data, sections, trailer))
 
 
-def _footer(file: Readable, scan: Scan, header: SegmentHeader) -> tuple[bytes, SegmentTrailer]:
+def _footer(file: FrameBytes, scan: Scan, header: SegmentHeader) -> tuple[bytes, SegmentTrailer]:
     steps = footer_steps(file, scan.positions, scan.end, block_bytes=header.block_bytes)
     while True:
         try:
@@ -323,7 +323,7 @@ def _streams(data: bytes, sections: FooterSections, trailer: SegmentTrailer) -> 
         yield StreamDescription(topic, offset_first, messages)
 
 
-def _compare_name(description: SegmentDescription, place: Place) -> None:
+def _compare_name(description: SegmentDescription, place: WalkPlace) -> None:
     seqs = (description.seq_first, description.seq_last)
     if seqs != (place.seq_first, place.seq_last):
         what = f"the file holds the seqs {seqs[0]} to {seqs[1]}, its name says otherwise"

@@ -33,8 +33,8 @@ from lowwater.engine.log.directory import (
 from lowwater.engine.log.reader import SealedReader, first_frame, seq_of, time_of
 from lowwater.engine.log.recover import hash_body
 from lowwater.engine.log.salvage import Frame, TolerantFile, salvage_frames, whole_frames
-from lowwater.engine.log.scan import Readable, Scan, scan_frames
-from lowwater.engine.log.walk import Place, is_directory, judge_current, open_place, open_single, walk
+from lowwater.engine.log.scan import FrameBytes, Scan, scan_frames
+from lowwater.engine.log.walk import WalkPlace, is_directory, judge_current, open_place, open_single, walk
 from lowwater.engine.seams.seams import File, Files
 from lowwater.errors import Corrupt, DataError, LowwaterError
 
@@ -166,7 +166,7 @@ class _Dump:
 
     # ------------------------------------------------------------------ sound logs
 
-    def read(self, file: File, place: Place) -> Iterator[Entry]:
+    def read(self, file: File, place: WalkPlace) -> Iterator[Entry]:
         """The entries of a segment; raises where the first is damaged that was asked for."""
         if place.state == "current":
             yield from self._read_current(file, place)
@@ -229,7 +229,7 @@ class _Dump:
             pass  # all is read then, up to the damage
         return start, seq_before
 
-    def _read_current(self, file: File, place: Place) -> Iterator[Entry]:
+    def _read_current(self, file: File, place: WalkPlace) -> Iterator[Entry]:
         if self.single:
             SegmentHeader.decode(file.read_at(0, HEADER_BYTES))
         problem: LowwaterError | None = None
@@ -247,7 +247,7 @@ class _Dump:
         if problem is not None:
             raise problem
 
-    def _frames(self, file: Readable, start: int, stop: int, seq_before: int) -> Iterator[Entry]:
+    def _frames(self, file: FrameBytes, start: int, stop: int, seq_before: int) -> Iterator[Entry]:
         for frame in whole_frames(file, start, stop, seq_before=seq_before):
             if frame.seq > self._selection.seq_last:
                 self.finished = True
@@ -263,7 +263,7 @@ class _Dump:
 
     # ------------------------------------------------------------------ damaged logs
 
-    def salvage(self, file: File, place: Place) -> Iterator[Entry | Finding]:
+    def salvage(self, file: File, place: WalkPlace) -> Iterator[Entry | Finding]:
         """The entries of all whole frames of a segment, and what is wrong with the rest."""
         tolerant = TolerantFile(file)
         path, stop = place.path, file.size()

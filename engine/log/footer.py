@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from lowwater.engine.format import format
 from lowwater.engine.format.format import SegmentTrailer
-from lowwater.engine.log.scan import Readable
+from lowwater.engine.log.scan import FrameBytes
 from lowwater.engine.log.windows import PLAIN_WINDOW_BYTES, VECTOR_WINDOW_BYTES, PlainKeyIndex, read_window
 from lowwater.errors import Corrupt
 
@@ -113,7 +113,7 @@ class FooterBuilder:
 
 
 def footer_steps(
-    file: Readable,
+    file: FrameBytes,
     positions: array[int],
     body_bytes: int,
     *,
@@ -170,7 +170,7 @@ def footer_steps(
 
 
 def _assemble(
-    file: Readable,
+    file: FrameBytes,
     positions: array[int],
     body_bytes: int,
     key_hashes: list[bytes],
@@ -213,7 +213,7 @@ def _assemble(
     return footer, trailer
 
 
-def _seq_and_time(file: Readable, position: int) -> tuple[int, int]:
+def _seq_and_time(file: FrameBytes, position: int) -> tuple[int, int]:
     """Times never fall inside a segment, so its first and last frame have the lowest and the highest."""
     fields = format.FRAME_FIXED.unpack(file.read_at(position, format.FRAME_FIXED_BYTES))
     return fields[0], fields[8]

@@ -48,7 +48,7 @@ from lowwater.engine.log.directory import (
 )
 from lowwater.engine.log.footer import BlockHasher
 from lowwater.engine.log.pieces import GroupWalk, step
-from lowwater.engine.log.scan import READ_BYTES, Readable, Scan, find_frame, is_frame, scan_frames
+from lowwater.engine.log.scan import READ_BYTES, FrameBytes, Scan, find_frame, is_frame, scan_frames
 from lowwater.engine.seams.failpoints import Failpoint
 from lowwater.engine.seams.seams import File, Files, write_all
 from lowwater.errors import Corrupt, DataError, InvalidEntry, NewerVersion, NotLowwater
@@ -200,11 +200,11 @@ def _load_unsealed(files: Files, path: str, seq_first: int, seq_last: int) -> Se
     )
 
 
-def hash_body(file: Readable, body_bytes: int, block_bytes: int) -> tuple[list[bytes], bytes]:
+def hash_body(file: FrameBytes, body_bytes: int, block_bytes: int) -> tuple[list[bytes], bytes]:
     return hasher_of(file, body_bytes, block_bytes).finish()
 
 
-def hasher_of(file: Readable, body_bytes: int, block_bytes: int) -> BlockHasher:
+def hasher_of(file: FrameBytes, body_bytes: int, block_bytes: int) -> BlockHasher:
     """A hasher that has seen the first `body_bytes` of a segment."""
     hasher = BlockHasher(block_bytes)
     for start in range(0, body_bytes, READ_BYTES):
@@ -242,7 +242,7 @@ def chain_after_frames(file: File, segment: Segment) -> Chain:
     return chain
 
 
-def _after_first_frame(file: Readable, header: SegmentHeader) -> Chain:
+def _after_first_frame(file: FrameBytes, header: SegmentHeader) -> Chain:
     """The chain after a segment's first frame, which is compared with the header."""
     payload = _payload_at(file, HEADER_BYTES, header.seq_first)
     frame_bytes = format.FRAME_BYTES + len(payload)
@@ -255,7 +255,7 @@ def _after_first_frame(file: Readable, header: SegmentHeader) -> Chain:
     return chain
 
 
-def creation_of(file: Readable, header: SegmentHeader) -> Creation:
+def creation_of(file: FrameBytes, header: SegmentHeader) -> Creation:
     """What the first entry of a log says. The segment is the log's first."""
     assert not header.seq_before
     creation = _after_first_frame(file, header).creation
@@ -263,13 +263,13 @@ def creation_of(file: Readable, header: SegmentHeader) -> Creation:
     return creation
 
 
-def begins_with_fork(file: Readable) -> bool:
+def begins_with_fork(file: FrameBytes) -> bool:
     """Whether a segment, of which the first frame is known to be good, begins with another owner's `fork`."""
     head = file.read_at(HEADER_BYTES + format.FRAME_BYTES, 3)
     return head[0] == Kind.FORK and not (head[1] | head[2] << 8) & Flag.REFUSED
 
 
-def _payload_at(file: Readable, position: int, seq: int) -> bytes:
+def _payload_at(file: FrameBytes, position: int, seq: int) -> bytes:
     """The payload of the frame that must be there, with this seq."""
     head = file.read_at(position, format.FRAME_BYTES)
     if len(head) < format.FRAME_BYTES:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lowwater.engine.format import format
 from lowwater.engine.format.format import FRAME_BYTES, FRAME_FIXED_BYTES
-from lowwater.engine.log.scan import READ_BYTES, Readable, all_zero, find_frame, is_frame, why_not_a_frame
+from lowwater.engine.log.scan import READ_BYTES, FrameBytes, all_zero, find_frame, is_frame, why_not_a_frame
 from lowwater.engine.seams.seams import File, SyncMode, write_in_turn
 from lowwater.errors import Corrupt
 
@@ -40,7 +40,7 @@ class Skipped(NamedTuple):
     what: str
 
 
-def whole_frames(file: Readable, start: int, stop: int, *, seq_before: int) -> Iterator[Frame]:
+def whole_frames(file: FrameBytes, start: int, stop: int, *, seq_before: int) -> Iterator[Frame]:
     """The frames from `start` to `stop`. Raises Corrupt where the next one is not whole."""
     base, at, data = start, 0, b""
     seq_last = seq_before
@@ -69,7 +69,7 @@ def whole_frames(file: Readable, start: int, stop: int, *, seq_before: int) -> I
 
 
 def salvage_frames(
-    file: Readable,
+    file: FrameBytes,
     start: int,
     stop: int,
     *,
@@ -93,7 +93,7 @@ def salvage_frames(
 
 
 def _next_frame(
-    file: Readable, offset: int, stop: int, seq: int, seq_max: int, positions: Sequence[int]
+    file: FrameBytes, offset: int, stop: int, seq: int, seq_max: int, positions: Sequence[int]
 ) -> int:
     """Where the first whole frame after the damage at `offset` begins; `stop` where none does."""
     for index in range(bisect_right(positions, offset), len(positions)):

@@ -28,7 +28,7 @@ _PLAIN_KINDS = bytes(kind for kind in format.Kind if kind < FIRST_CONTROL_KIND)
 _PLAIN_FLAGS = format.FLAGS_KNOWN & ~_GROUP
 
 
-class Readable(Protocol):
+class FrameBytes(Protocol):
     def read_at(self, offset: int, size: int) -> bytes: ...
 
 
@@ -49,7 +49,7 @@ class Scan:
     problem_offset: int = 0
 
 
-def scan_frames(file: Readable, header: SegmentHeader, *, stop: int) -> Scan:
+def scan_frames(file: FrameBytes, header: SegmentHeader, *, stop: int) -> Scan:
     """Check the frames between the header and `stop`, which is where the file, or its frames, end."""
     scan = Scan(chain=before_segment(header), end=HEADER_BYTES)
     positions = scan.positions
@@ -176,7 +176,7 @@ def why_not_a_frame(data: bytes, position: int, seq_last: int) -> str:
     return f"seq {seq} follows seq {seq_last}"
 
 
-def all_zero(file: Readable, start: int, stop: int) -> bool:
+def all_zero(file: FrameBytes, start: int, stop: int) -> bool:
     while start < stop:
         data = file.read_at(start, min(READ_BYTES, stop - start))
         if not data:
@@ -196,7 +196,7 @@ _CANDIDATE = re.compile(rb"(?=.{11}[\x00\x01].{4}[" + _known_kinds + rb"].[\x00-
 
 
 def is_frame(
-    file: Readable, offset: int, stop: int, *, seq_above: int = 0, seq_max: int = format.SEQ_MAX
+    file: FrameBytes, offset: int, stop: int, *, seq_above: int = 0, seq_max: int = format.SEQ_MAX
 ) -> bool:
     """Whether a whole, checked frame with a seq above `seq_above` begins at `offset` and ends by `stop`."""
     if offset + format.FRAME_FIXED_BYTES > stop:
@@ -213,7 +213,7 @@ def is_frame(
     return len(payload) == length and bool(format.frame_checksum(seq, payload) == checksum)
 
 
-def find_frame(file: Readable, start: int, stop: int, *, seq_above: int) -> int | None:
+def find_frame(file: FrameBytes, start: int, stop: int, *, seq_above: int) -> int | None:
     """Where the first whole, checked frame with a seq above `seq_above` begins at or after `start`.
 
     It may also name a place of which it could not tell in a reasonable time: to the caller, who asks whether

@@ -33,7 +33,7 @@ State = Literal["sealed", "sealing", "current"]
 _ROUNDS_MAX = 100
 
 
-class Place(NamedTuple):
+class WalkPlace(NamedTuple):
     """A file of a log, as its name has it; the current segment's name tells no seqs."""
 
     path: str
@@ -58,14 +58,14 @@ def steady_names(files: Files, directory: str) -> DirectoryNames:
     return names
 
 
-def numbered_places(names: DirectoryNames, directory: str) -> list[Place]:
+def numbered_places(names: DirectoryNames, directory: str) -> list[WalkPlace]:
     return [
-        Place(f"{directory}/{name}", "sealed" if sealed else "sealing", seq_first, seq_last)
+        WalkPlace(f"{directory}/{name}", "sealed" if sealed else "sealing", seq_first, seq_last)
         for seq_first, seq_last, sealed, name in names.numbered
     ]
 
 
-def walk(files: Files, directory: str) -> Iterator[Place]:
+def walk(files: Files, directory: str) -> Iterator[WalkPlace]:
     """The segments in the order of their names, then the current one."""
     seen: set[tuple[int, int]] = set()
     for _ in range(_ROUNDS_MAX):
@@ -82,10 +82,10 @@ def walk(files: Files, directory: str) -> Iterator[Place]:
         seen.update((place.seq_first, place.seq_last) for place in places)
         seen.add((0, 0))
         if names.has_current:
-            yield Place(f"{directory}/{CURRENT}", "current")
+            yield WalkPlace(f"{directory}/{CURRENT}", "current")
 
 
-def open_place(files: Files, place: Place) -> tuple[File, Place]:
+def open_place(files: Files, place: WalkPlace) -> tuple[File, WalkPlace]:
     """The file, and its place: a segment that waited for its footer may have got it, and another name."""
     try:
         return files.open(place.path), place
@@ -128,7 +128,7 @@ def is_directory(files: Files, path: str) -> bool:
     return True
 
 
-def open_single(files: Files, path: str) -> tuple[File, Place]:
+def open_single(files: Files, path: str) -> tuple[File, WalkPlace]:
     """A segment on its own, compressed or not. A file that was renamed tells by its end what it is."""
     file = open_segment_file(files, path)
     name = path.rpartition("/")[2]
@@ -140,4 +140,4 @@ def open_single(files: Files, path: str) -> tuple[File, Place]:
     elif not name.startswith("segment-"):
         end = file.read_at(max(0, file.size() - format.TRAILER_BYTES), len(format.TRAILER_MAGIC))
         state = "sealed" if end == format.TRAILER_MAGIC else "current"
-    return file, Place(path, state)
+    return file, WalkPlace(path, state)

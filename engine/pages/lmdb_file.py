@@ -88,7 +88,7 @@ class Roots(NamedTuple):
     main: Tree
 
 
-class Row(NamedTuple):
+class LmdbRow(NamedTuple):
     """One entry of a tree, as it lies there."""
 
     key: bytes
@@ -96,7 +96,7 @@ class Row(NamedTuple):
     value: bytes
 
 
-class Found(NamedTuple):
+class FoundPages(NamedTuple):
     """What a file that was checked has: its other trees by name, the values beside them, and of each tree the
     sum of its keys."""
 
@@ -171,7 +171,7 @@ def _roots_at(file: RealFile, page: int, page_bytes: int) -> Roots:
 # ---------------------------------------------------------------------------- all of it
 
 
-def check_file(file: RealFile, roots: Roots, *, headers: bool = False) -> Found:
+def check_file(file: RealFile, roots: Roots, *, headers: bool = False) -> FoundPages:
     """Look at all that LMDB would follow from these roots; with `headers` at the beginning of each large
     value too. Nobody may write to these pages meanwhile: LMDB does not while a transaction reads them."""
     limit = pages_limit(file, roots)
@@ -189,7 +189,7 @@ def check_file(file: RealFile, roots: Roots, *, headers: bool = False) -> Found:
     lost = used.find(0, META_PAGES)
     if lost >= 0:
         raise Damage(f"page {lost} is neither used nor free")
-    return Found(roots, trees, values, sums)
+    return FoundPages(roots, trees, values, sums)
 
 
 def check_values(
@@ -239,7 +239,7 @@ def _main_rows(
     return trees, values
 
 
-def _mark_free(row: Row, used: bytearray, txn: int) -> None:
+def _mark_free(row: LmdbRow, used: bytearray, txn: int) -> None:
     (of_txn,) = NUMBER.unpack(row.key)
     pages = array("Q")
     if not 1 <= of_txn <= txn or not row.value or len(row.value) % 8:
@@ -319,7 +319,7 @@ class _Walk:
         self._depth = 0
         self._counts = [0, 0, 0, 0, 0]
         self._found = bytearray(len(wanted or ()))
-        self.rows: list[Row] = []
+        self.rows: list[LmdbRow] = []
 
     @property
     def counts(self) -> CheckedTree:
@@ -475,7 +475,7 @@ class _Walk:
         at += NODE.size + key_bytes
         if not flags & BIG:
             if self._keeps_rows:
-                self.rows.append(Row(key, flags, data[at : at + size]))
+                self.rows.append(LmdbRow(key, flags, data[at : at + size]))
             return
         (page,) = NUMBER.unpack_from(data, at)
         count = (PAGE_HEAD.size - 1 + size) // self._page_bytes + 1
@@ -487,7 +487,7 @@ class _Walk:
             if number != page or kind != OVERFLOW or lower | upper << 16 != count:
                 raise Damage(f"page {page} is not the beginning of a value of {count} pages")
         if self._keeps_rows:
-            self.rows.append(Row(key, flags, self._read(offset + PAGE_HEAD.size, size)))
+            self.rows.append(LmdbRow(key, flags, self._read(offset + PAGE_HEAD.size, size)))
 
 
 def _shown(name: bytes) -> str:

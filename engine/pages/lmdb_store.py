@@ -37,7 +37,7 @@ from lowwater.engine.log.directory import typed_errors
 from lowwater.engine.pages.lmdb_file import (
     SUM_MASK,
     Damage,
-    Found,
+    FoundPages,
     NotOne,
     Overtaken,
     check_file,
@@ -550,10 +550,10 @@ class LmdbPages:
         if not self.read_only:
             self._fill_file()
 
-    def _found(self, *, headers: bool = False) -> Found:
+    def _found(self, *, headers: bool = False) -> FoundPages:
         """What a transaction sees, which nobody changes while it lasts."""
 
-        def check(transaction: lmdb.Transaction[Any]) -> Found:
+        def check(transaction: lmdb.Transaction[Any]) -> FoundPages:
             return check_file(self._file, read_roots(self._file, transaction.id()), headers=headers)
 
         for _ in range(OVERTAKEN_MAX):

@@ -27,7 +27,7 @@ Transaction = tuple[list[tuple[bytes, bytes]], list[bytes], dict[bytes, bytes | 
 RUN_KEYS = 64
 
 
-class Fault(Protocol):
+class PageFault(Protocol):
     """The part of a fault of `lowwater.chaos.disk` that means something here. A failed transaction has not
     reached the disk; with `landed`, that generator decides."""
 
@@ -48,7 +48,7 @@ class Disk(Protocol):
         self,
         kind: Literal["sync", "read"],
         path: str,
-        effect: Callable[[Fault], T],
+        effect: Callable[[PageFault], T],
         *,
         data: bytes = b"",
         life: int | None = None,
@@ -70,7 +70,7 @@ class SoundDisk:
         self,
         kind: Literal["sync", "read"],
         path: str,
-        effect: Callable[[Fault], T],
+        effect: Callable[[PageFault], T],
         *,
         data: bytes = b"",
         life: int | None = None,
@@ -101,7 +101,7 @@ class MemoryPages:
     def page_keys(self) -> Iterator[bytes]:
         last = b""
 
-        def run(_: Fault) -> list[bytes]:
+        def run(_: PageFault) -> list[bytes]:
             if self._keys is None:
                 self._keys = sorted(self._pages)
             start = bisect_right(self._keys, last)
@@ -121,7 +121,7 @@ class MemoryPages:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        def effect(fault: Fault) -> list[bytes | None]:
+        def effect(fault: PageFault) -> list[bytes | None]:
             pages = [self._pages.get(key) for key in keys]
             if fault.flip_bit is not None:
                 pages = [page and _flipped(page, fault.flip_bit) for page in pages]
@@ -138,7 +138,7 @@ class MemoryPages:
         check_write(puts, deletes, meta)
         transaction: Transaction = (list(puts), list(deletes), dict(meta))
 
-        def effect(fault: Fault) -> None:
+        def effect(fault: PageFault) -> None:
             with self._mutex:
                 self._check_open()
                 if self._failure is not None:
@@ -187,8 +187,8 @@ class MemoryPages:
             self._closed = False
             self._life = self._disk.life
 
-    def _read(self, effect: Callable[[Fault], T]) -> T:
-        def locked(fault: Fault) -> T:
+    def _read(self, effect: Callable[[PageFault], T]) -> T:
+        def locked(fault: PageFault) -> T:
             with self._mutex:
                 self._check_open()
                 return effect(fault)

@@ -9,11 +9,11 @@ from array import array
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import NamedTuple
 
-from lowwater.engine.format.pages import Boundaries, Page, merge, merge_puts
+from lowwater.engine.format.pages import Boundaries, DataPage, merge, merge_puts
 from lowwater.engine.format.pages import Record as Versions
 from lowwater.engine.format.records import Record, put_columns
 
-Merged = list[tuple[bytes, Page]]
+Merged = list[tuple[bytes, DataPage]]
 """Pages with their page keys, in order."""
 
 
@@ -27,7 +27,7 @@ class Rules(NamedTuple):
 
 
 def merge_changes(
-    page: Page | None,
+    page: DataPage | None,
     low: bytes,
     changed: list[bytes],
     records: Mapping[bytes, Record],
@@ -80,6 +80,6 @@ def merge_changes(
             page.seq = seq_held
             done += merged
         else:
-            page = Page(seq_held, [], array("Q"), array("Q"), bytearray(), [], [])
+            page = DataPage(seq_held, [], array("Q"), array("Q"), bytearray(), [], [])
         yield
     raise AssertionError("a page without changes is not merged")

@@ -18,7 +18,7 @@ from lowwater.engine.format.pages import (
     REFERENCE,
     TOMBSTONE,
     UNSTAMPED,
-    Page,
+    DataPage,
     decode_key,
     decode_page,
 )
@@ -115,7 +115,7 @@ def list_rows(
             yield _rows_of(decode_page(data, key))
 
 
-def _rows_of(page: Page) -> Iterator[PageRow]:
+def _rows_of(page: DataPage) -> Iterator[PageRow]:
     for encoded, seq, time_us, flags, metadata, value in zip(
         page.keys, page.seqs, page.times, page.flags, page.metadata, page.values, strict=True
     ):
@@ -188,5 +188,5 @@ def _info(low: bytes, high: bytes, data: bytes) -> PageInfo:
     )
 
 
-def _with_flag(page: Page, flag: int) -> int:
+def _with_flag(page: DataPage, flag: int) -> int:
     return sum(bool(flags & flag) for flags in page.flags)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from lowwater.engine.format.ckpt import pack_name
-from lowwater.engine.format.pages import Page
+from lowwater.engine.format.pages import DataPage
 from lowwater.engine.format.references import Reference, decode_reference, page_of_block
 from lowwater.engine.log.tickets import again
 from lowwater.engine.seams.interrupts import busy, is_in_handler, to_the_end
@@ -61,13 +61,13 @@ class ReadFirst(Exception):
         self.read = read
 
 
-class _Flight:
+class _PageFlight:
     """A read that is under way."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.done = Event()
-        self.page: Page | None = None
+        self.page: DataPage | None = None
         # Of one that its thread did not live to end.
         self.error: LowwaterError | None = Busy("the read of a page was given up", hint="try again")
 
@@ -75,13 +75,13 @@ class _Flight:
 class _Held:
     """A page that calls need."""
 
-    def __init__(self, data: bytes, page: Page) -> None:
+    def __init__(self, data: bytes, page: DataPage) -> None:
         self.data = data
         self.page = page
         self.needed_by: set[PageAway] = set()
 
 
-def read_away(blocks: BlockSource, reference: Reference, key: bytes) -> Page:
+def read_away(blocks: BlockSource, reference: Reference, key: bytes) -> DataPage:
     """The page under `key`. What is damaged on the way is asked for once more."""
     for is_last in (False, True):
         try:
@@ -111,9 +111,9 @@ class AwayPages:
         self._path = path
         self._lock = threading.RLock()  # a signal handler may call too
         self.owns_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
-        self._flights: dict[bytes, _Flight] = {}
+        self._flights: dict[bytes, _PageFlight] = {}
         self._held: dict[bytes, _Held] = {}
-        self._returning: dict[bytes, tuple[bytes, Page]] = {}
+        self._returning: dict[bytes, tuple[bytes, DataPage]] = {}
         self.returning_bytes = 0
         self.returning_bytes_max = max(pool_bytes_max // RETURNING_SHARE, RETURNING_BYTES_MIN)
         self.wake: Callable[[], None] = _nobody
@@ -121,14 +121,14 @@ class AwayPages:
 
     # ------------------------------------------------------------------ what is here
 
-    def page(self, key: bytes, data: bytes) -> Page:
+    def page(self, key: bytes, data: bytes) -> DataPage:
         """The page that the reference `data` stands for, where somebody has read it. Else PageAway."""
         found = self._known(key, data)
         if found is None:
             raise PageAway(key, data)
         return found
 
-    def _known(self, key: bytes, data: bytes) -> Page | None:
+    def _known(self, key: bytes, data: bytes) -> DataPage | None:
         held = self._held.get(key)
         if held is not None and held.data == data:
             return held.page
@@ -157,7 +157,7 @@ class AwayPages:
             for each in needed:
                 self._let_go(each)
 
-    def _hold(self, away: PageAway, page: Page) -> None:
+    def _hold(self, away: PageAway, page: DataPage) -> None:
         with self._lock:
             held = self._held.get(away.key)
             if held is None or held.data != away.data:
@@ -172,11 +172,11 @@ class AwayPages:
                 if not held.needed_by:
                     del self._held[away.key]
 
-    def read(self, key: bytes, data: bytes) -> Page:
+    def read(self, key: bytes, data: bytes) -> DataPage:
         """The page that the reference `data` under `key` stands for, from where its block lies."""
         if is_in_handler():
             raise busy(self._path)  # it may have interrupted the very thread that reads this
-        own = _Flight(data)
+        own = _PageFlight(data)
         try:
             with self._lock:
                 found = self._known(key, data)
@@ -206,14 +206,14 @@ class AwayPages:
         assert flight.page is not None
         return flight.page
 
-    def _land(self, key: bytes, flight: _Flight) -> None:
+    def _land(self, key: bytes, flight: _PageFlight) -> None:
         """Nobody has to wait for it any more. It may be repeated."""
         with self._lock:
             if self._flights.get(key) is flight:
                 del self._flights[key]
         flight.done.set()
 
-    def _read(self, key: bytes, reference: Reference) -> Page:
+    def _read(self, key: bytes, reference: Reference) -> DataPage:
         if self._blocks is None:
             # Not NotFound: who asks for a key would take that for an answer.
             raise InputError(
@@ -228,7 +228,7 @@ class AwayPages:
 
     # ------------------------------------------------------------------ back into the store
 
-    def give_back(self, key: bytes, data: bytes, page: Page) -> bool:
+    def give_back(self, key: bytes, data: bytes, page: DataPage) -> bool:
         """Have a page that was read put in the place of its reference. False where there is no room for it
         to wait in."""
         size = page.size_bytes
@@ -250,7 +250,7 @@ class AwayPages:
         """Whether so much waits that a transaction of the store is worth it."""
         return 4 * self.returning_bytes >= self.returning_bytes_max
 
-    def returning(self) -> list[tuple[bytes, bytes, Page]]:
+    def returning(self) -> list[tuple[bytes, bytes, DataPage]]:
         """Keys, references and pages that wait, in order."""
         with self._lock:
             return sorted((key, data, page) for key, (data, page) in self._returning.items())

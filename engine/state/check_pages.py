@@ -17,7 +17,7 @@ from lowwater.engine.format.pages import (
     REFERENCE,
     TOMBSTONE,
     Boundaries,
-    Page,
+    DataPage,
     decode_key,
     decode_page,
     page_key,
@@ -28,7 +28,7 @@ from lowwater.engine.log.check import Finding
 from lowwater.engine.pages.pagestore import PageStore
 from lowwater.engine.state.catalogue import Catalogue
 from lowwater.engine.state.meta import Meta, decode_meta
-from lowwater.engine.state.sessions import Session, stored_sessions
+from lowwater.engine.state.sessions import StoredSession, stored_sessions
 from lowwater.engine.state.state import LOWEST
 from lowwater.engine.state.transaction_table import (
     UNSTAMPED_PREFIX,
@@ -47,7 +47,7 @@ def check_pages(
     boundaries: Boundaries,
     seq_durable: Callable[[], int],
     read_value: PlaceReader,
-    read_away: Callable[[bytes, bytes], Page] | None = None,
+    read_away: Callable[[bytes, bytes], DataPage] | None = None,
 ) -> Iterator[Finding]:
     """Every finding about the pages of a store. Their log is durable up to `seq_durable`, which may rise.
     Pages that are away are read with `read_away`; without it, only their references are looked at."""
@@ -117,7 +117,7 @@ def _check_sessions(store: PageStore, path: str, seq_durable: Callable[[], int])
     """The stored sessions, each of which may be ahead of the pages, and none of the log."""
     try:
         for session_id, data in stored_sessions(store.read_meta()):
-            session = Session.decode(data)
+            session = StoredSession.decode(data)
             if not session_id <= session.seq <= seq_durable():
                 yield _error(f"the session {session_id} is as of {session.seq}, which the log has not", path)
     except LowwaterError as error:
@@ -150,7 +150,7 @@ def _check_transactions(store: PageStore, path: str, seq_durable: int) -> Iterat
 
 
 def _why_unknown(
-    store: PageStore, path: str, key: bytes, page: Page, known: TransactionTable
+    store: PageStore, path: str, key: bytes, page: DataPage, known: TransactionTable
 ) -> tuple[str, TransactionTable]:
     """Whether the rows of transactions in a page are of known ones, and the newest table. What was read may
     be old by now: then page and table are read again, as of one moment."""
@@ -166,7 +166,7 @@ def _why_unknown(
     return why, known
 
 
-def _why_unknown_to(table: TransactionTable, key: bytes, page: Page) -> str:
+def _why_unknown_to(table: TransactionTable, key: bytes, page: DataPage) -> str:
     ids = ids_in(page)
     if not ids <= set(table.rows):
         return "it has versions of a transaction that nobody knows"
@@ -197,7 +197,7 @@ def _check_first(store: PageStore, path: str) -> Iterator[Finding]:
         yield _error(f"a page lies under {_shown(first)}, below all keys", path)
 
 
-def _read(store: PageStore, key: bytes) -> Page | None:
+def _read(store: PageStore, key: bytes) -> DataPage | None:
     data = store.get(key)
     return None if data is None or is_reference(data) else decode_page(data, key)
 
@@ -213,7 +213,7 @@ def _why_wrong(reference: Reference, key: bytes, boundaries: Boundaries, seq_dur
     return ""
 
 
-def _why_misplaced(page: Page, key: bytes, following: bytes, boundaries: Boundaries) -> str:
+def _why_misplaced(page: DataPage, key: bytes, following: bytes, boundaries: Boundaries) -> str:
     """Whether the page begins where pages begin, and its keys lie between that and the next page."""
     if key != LOWEST and not boundaries.is_boundary(key):
         return "no page begins at this key"
@@ -225,7 +225,7 @@ def _why_misplaced(page: Page, key: bytes, following: bytes, boundaries: Boundar
     return ""
 
 
-def _why_disordered(page: Page) -> str:
+def _why_disordered(page: DataPage) -> str:
     """Whether keys rise, and the seqs of one key's versions fall."""
     for (key, seq), (following, seq_following) in pairwise(zip(page.keys, page.seqs, strict=True)):
         if key > following:
@@ -238,7 +238,7 @@ def _why_disordered(page: Page) -> str:
 _ARCHIVED = "their segments were shipped and purged: scrub the archive, or check the database with its store"
 
 
-def _check_rows(page: Page, path: str, read_value: PlaceReader) -> Iterator[Finding]:
+def _check_rows(page: DataPage, path: str, read_value: PlaceReader) -> Iterator[Finding]:
     """Each row for itself."""
     archived = 0
     for index, key in enumerate(page.keys):

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
-from lowwater.engine.format.pages import Page
+from lowwater.engine.format.pages import DataPage
 from lowwater.engine.state.ranges import Layout
 
 # What a page costs besides its bytes, and each of its rows, by its place among the keys and its tag.
@@ -21,7 +21,7 @@ ROW_OVERHEAD_BYTES = 5
 STALE_MAX = 1000
 
 
-def page_bytes(page: Page) -> int:
+def page_bytes(page: DataPage) -> int:
     return page.size_bytes + len(page) * ROW_OVERHEAD_BYTES + PAGE_OVERHEAD_BYTES
 
 
@@ -35,7 +35,7 @@ class CleanPages:
         self.bytes_max = 0
         self.evictions = 0
 
-    def add(self, layout: Layout, index: int, page: Page) -> None:
+    def add(self, layout: Layout, index: int, page: DataPage) -> None:
         """Keep a page that was read from the store."""
         with self._lock:
             if layout.pages[index] is None:
@@ -43,13 +43,13 @@ class CleanPages:
                 if self.bytes > self.bytes_max:
                     self._thin()
 
-    def add_to_room(self, layout: Layout, index: int, page: Page) -> None:
+    def add_to_room(self, layout: Layout, index: int, page: DataPage) -> None:
         """The same where nothing has to go for it."""
         with self._lock:
             if layout.pages[index] is None and self.bytes + page_bytes(page) <= self.bytes_max:
                 self._add(layout, index, page)
 
-    def _add(self, layout: Layout, index: int, page: Page) -> None:
+    def _add(self, layout: Layout, index: int, page: DataPage) -> None:
         layout.pages[index] = page
         layout.sizes[index] = size = page_bytes(page)
         self._queue.append((layout, index))

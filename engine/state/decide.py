@@ -36,7 +36,7 @@ from lowwater.engine.state.catalogue import RECORDED
 from lowwater.engine.state.requests import Single, condition_of, session_of
 from lowwater.engine.state.sessions import Sessions
 from lowwater.engine.state.state import State
-from lowwater.engine.state.transaction_table import DOOMING_CODES, Row
+from lowwater.engine.state.transaction_table import DOOMING_CODES, TransactionRow
 
 # Of transactions. One may be larger by the entry that makes it so large.
 OPEN_MAX = 1000
@@ -129,7 +129,7 @@ def _decide_request(table: Sessions, request: RequestId) -> Refusal | None:
 
 
 def _decide_data(
-    state: State, member: Put | Delete | Copy, row: Row | None, *, group: bool
+    state: State, member: Put | Delete | Copy, row: TransactionRow | None, *, group: bool
 ) -> Refusal | None:
     """`row` is that of the transaction that the entry belongs to."""
     if isinstance(member, Copy) and member.bucket not in state.prefixes:
@@ -155,7 +155,7 @@ def encoded(state: State, bucket: str, key: str) -> bytes:
     return state.prefixes[bucket] + format.encode_name(key, "key", KEY_BYTES_MAX)
 
 
-def _live_seq(state: State, bucket: str, key: str, row: Row | None) -> int:
+def _live_seq(state: State, bucket: str, key: str, row: TransactionRow | None) -> int:
     name = encoded(state, bucket, key)
     if row is None:
         return state.live_seq(name)
@@ -181,7 +181,7 @@ def conflicts(state: State, key: bytes, snapshot_seq: int, txn: int) -> bool:
     return held_by is not None and held_by.txn != txn
 
 
-def why_no_more(row: Row) -> Refusal | None:
+def why_no_more(row: TransactionRow) -> Refusal | None:
     """Why a transaction can write nothing more."""
     if row.doomed:
         return Refusal.DOOMED
@@ -201,7 +201,7 @@ def _decide_begin(state: State, member: Begin) -> Refusal | None:
     return Refusal.VERSION_GONE
 
 
-def _decide_commit(state: State, member: Commit, row: Row) -> Refusal | None:
+def _decide_commit(state: State, member: Commit, row: TransactionRow) -> Refusal | None:
     if row.doomed:
         return Refusal.DOOMED
     keys = (_read_key(bucket, key) for bucket, key in member.keys)
@@ -229,7 +229,7 @@ def _read_range(bucket: str, first: str, end: str | None) -> tuple[bytes, bytes]
     return _read_key(bucket, first), high if end is None else max(low, _read_key(bucket, end))
 
 
-def _decide_abort(member: Abort, row: Row) -> Refusal | None:
+def _decide_abort(member: Abort, row: TransactionRow) -> Refusal | None:
     savepoint_seq = member.savepoint_seq
     if savepoint_seq is None:
         return None

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
-from lowwater.engine.format.pages import UNSTAMPED, Page
+from lowwater.engine.format.pages import UNSTAMPED, DataPage
 from lowwater.engine.format.records import Record, seq_of
 from lowwater.errors import VersionGone
 
@@ -97,7 +97,7 @@ class Keeping:
         return seq >= applied or seq in self.exact_pins.values() or seq in snapshots.values()
 
     def require_kept(
-        self, key: bytes, records: Sequence[Record], page: Page | None, row: int, seq: int
+        self, key: bytes, records: Sequence[Record], page: DataPage | None, row: int, seq: int
     ) -> None:
         """Raise VersionGone where a key has as many versions above `seq` as are kept. `row` is the first one
         of the key in its page, or -1. A version may be in memory and in the page."""
@@ -116,7 +116,7 @@ class Keeping:
         if key[0] != BUCKET_BYTE and len({each for each in seqs if each > seq}) >= self.per_key_max:
             raise self._gone(seq)
 
-    def require_rows_kept(self, page: Page, start: int, stop: int, seq: int) -> None:
+    def require_rows_kept(self, page: DataPage, start: int, stop: int, seq: int) -> None:
         """The same for all keys of a page's rows from `start` to below `stop`."""
         assert self.per_key_max is not None
         rows = zip(page.keys[start:stop], page.seqs[start:stop], strict=True)
@@ -132,7 +132,7 @@ class Keeping:
         )
 
 
-def limited(page: Page, per_key_max: int, needed: Sequence[int]) -> Page:
+def limited(page: DataPage, per_key_max: int, needed: Sequence[int]) -> DataPage:
     """The page without what the limit takes. `needed` are the seqs, in order, of snapshots and of what is
     being read."""
     keep: list[bool] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 
-from lowwater.engine.format.pages import Page
+from lowwater.engine.format.pages import DataPage
 from lowwater.engine.format.records import Record, is_transactional, seq_of, transaction_of
 
 Records = dict[bytes, Record]
@@ -58,7 +58,7 @@ class Layout:
 
     __slots__ = ("keys", "pages", "sizes", "used")
 
-    def __init__(self, keys: list[bytes], pages: list[Page | None]) -> None:
+    def __init__(self, keys: list[bytes], pages: list[DataPage | None]) -> None:
         assert len(keys) == len(pages)
         self.keys = keys
         self.pages = pages

@@ -48,7 +48,7 @@ class Result(NamedTuple):
     code: int
 
 
-class Session:
+class StoredSession:
     __slots__ = ("_results", "acknowledged", "seq", "time_us", "ttl_us")
 
     def __init__(self, seq: int, time_us: int, ttl_us: int) -> None:
@@ -103,7 +103,7 @@ class Session:
         ]
 
     @classmethod
-    def from_row(cls, row: Any) -> Session:
+    def from_row(cls, row: Any) -> StoredSession:
         try:
             seq, time_us, ttl_us, acknowledged, numbers, seqs, codes = row
             session = cls(seq, time_us, ttl_us)
@@ -120,7 +120,7 @@ class Session:
         return cbor2.dumps(self.to_row(), canonical=True)
 
     @classmethod
-    def decode(cls, data: bytes) -> Session:
+    def decode(cls, data: bytes) -> StoredSession:
         try:
             row = cbor2.loads(data)
         except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
@@ -136,7 +136,7 @@ class Sessions:
     """With the state's lock: all sessions. A session's id is the seq of the entry that opened it."""
 
     def __init__(self) -> None:
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, StoredSession] = {}
         self.result_count = 0
         self._changed: set[int] = set()  # since they were last stored; also those that are gone
         self._new: set[int] = set()  # opened since, so the store cannot have them
@@ -149,11 +149,11 @@ class Sessions:
     def open(self, seq: int, time_us: int, ttl_us: int) -> None:
         if seq not in self.sessions:
             self._changing(seq)
-            self.sessions[seq] = Session(seq, time_us, ttl_us)
+            self.sessions[seq] = StoredSession(seq, time_us, ttl_us)
             self._changed.add(seq)
             self._new.add(seq)
 
-    def keep(self, seq: int, time_us: int, session_id: int) -> Session | None:
+    def keep(self, seq: int, time_us: int, session_id: int) -> StoredSession | None:
         """The session, whose time to live begins again; None where there is none, or it knows better."""
         session = self.sessions.get(session_id)
         if session is None or seq <= session.seq:
@@ -196,7 +196,7 @@ class Sessions:
 
     def load(self, stored: Mapping[bytes, bytes]) -> None:
         for session_id, data in stored_sessions(stored):
-            session = self.sessions[session_id] = Session.decode(data)
+            session = self.sessions[session_id] = StoredSession.decode(data)
             self.result_count += len(session)
 
     def freeze(self) -> list[int]:
@@ -224,7 +224,7 @@ class Sessions:
 def rows_of_control(sessions: Sequence[Sequence[Any]]) -> dict[bytes, bytes]:
     """What a page store has of the sessions that a checkpoint has."""
     try:
-        return {session_key(each): Session.from_row(row).encode() for each, *row in sessions}
+        return {session_key(each): StoredSession.from_row(row).encode() for each, *row in sessions}
     except (TypeError, ValueError, struct.error) as error:
         raise Corrupt("the sessions of a checkpoint cannot be read") from error
 

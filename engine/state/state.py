@@ -37,7 +37,7 @@ from lowwater.engine.format.pages import (
     TOMBSTONE,
     UNSTAMPED,
     Boundaries,
-    Page,
+    DataPage,
     decode_page,
     encode_key,
 )
@@ -71,7 +71,14 @@ from lowwater.engine.state.meta import Meta
 from lowwater.engine.state.ranges import Layout, Range, RangeMap, add_older, add_older_once, records_in
 from lowwater.engine.state.session_frames import apply_session_frame
 from lowwater.engine.state.sessions import SESSION_KINDS, Sessions
-from lowwater.engine.state.transaction_table import Row, Seen, TransactionTable, View, holder, seen
+from lowwater.engine.state.transaction_table import (
+    SeenVersion,
+    TransactionRow,
+    TransactionTable,
+    View,
+    holder,
+    seen,
+)
 from lowwater.errors import Corrupt, InternalError, PagesDamaged
 
 _new = tuple.__new__
@@ -407,7 +414,7 @@ class State:
             snapshot_seq = body.get("snapshot", seq - 1)
             # What was superseded before has not been kept for it, whatever it may read of it here.
             floor = max(snapshot_seq, self.floor_kept(seq - 1))
-            transactions.put(Row(seq, snapshot_seq, floor, seq))
+            transactions.put(TransactionRow(seq, snapshot_seq, floor, seq))
             self.decide_keeping()
 
     def _apply_transactional(
@@ -457,7 +464,7 @@ class State:
         with self.lock:
             return self.transactions.oldest_open_seq
 
-    def holder(self, key: bytes) -> Row | None:
+    def holder(self, key: bytes) -> TransactionRow | None:
         """The open transaction that has written a key, and may still commit."""
         with self.lock:
             view = self.view_of(self.map.find(key), key)
@@ -663,7 +670,7 @@ class State:
         return self._object_seen(each, page, bucket, name, reader), each.seq
 
     def _object_seen(
-        self, each: Seen, page: Page | None, bucket: str, name: str, reader: PlaceReader | None
+        self, each: SeenVersion, page: DataPage | None, bucket: str, name: str, reader: PlaceReader | None
     ) -> Object | None:
         """A version as reads return it; None for a deletion. Of a transaction's own the seq is not known."""
         if each.record is not None:
@@ -703,7 +710,7 @@ class State:
         return self._ready_new_bytes + self._ready_old_bytes
 
     def _row_of(
-        self, page: Page, row: int, bucket: str, name: str, reader: PlaceReader | None
+        self, page: DataPage, row: int, bucket: str, name: str, reader: PlaceReader | None
     ) -> Object | None:
         if row < 0:
             return None
@@ -735,7 +742,7 @@ class State:
 
     # ------------------------------------------------------------------ pages
 
-    def _page_of(self, place: Range, key: bytes) -> Page | None:
+    def _page_of(self, place: Range, key: bytes) -> DataPage | None:
         layout = place.layout
         index = bisect_right(layout.keys, key) - 1
         if index < 0:
@@ -750,7 +757,7 @@ class State:
         layout.used[index] = 1
         return page
 
-    def _page_at(self, layout: Layout, index: int, above: int = 0) -> Page | None:
+    def _page_at(self, layout: Layout, index: int, above: int = 0) -> DataPage | None:
         """With the lock: a page that is looked at once, and leaves those in memory alone that are not. None
         where it is away, and has nothing above the seq `above`: who looks for that need not have it."""
         page = layout.pages[index]
@@ -773,7 +780,7 @@ class State:
         rest = self.pool_bytes_max - self.dirty_bytes - self.pool_bytes_max // 4 - self.away.returning_bytes
         self.clean.limit(max(rest, self.pool_bytes_max // 16))
 
-    def fetch(self, layout: Layout, index: int) -> Page:
+    def fetch(self, layout: Layout, index: int) -> DataPage:
         """A page from the store. The caller sees to it that the layout is still in force afterwards."""
         key = layout.keys[index]
         self.pages_read += 1
@@ -786,7 +793,7 @@ class State:
 
     def _versions(
         self, key: bytes, above: int = 0, *, keeps: bool = False
-    ) -> tuple[list[Record], Page | None, int, View | None]:
+    ) -> tuple[list[Record], DataPage | None, int, View | None]:
         """With the lock: all versions of a key that there are: records, then rows of a page, and with the
         last one what says which of them count; None where all do. Of a page that is away and has nothing
         above the seq `above` there are none. `keeps` the page in memory."""
@@ -837,7 +844,7 @@ class State:
                 return self.page_version_of(each, page)
         return None
 
-    def page_version_of(self, each: Seen, page: Page | None) -> PageVersion:
+    def page_version_of(self, each: SeenVersion, page: DataPage | None) -> PageVersion:
         """A version as a page has it once it is stamped."""
         if each.record is not None:
             frame_seq, _, time_us, flags, metadata, value = page_version(each.record, self.inline_bytes_max)
@@ -991,7 +998,7 @@ class State:
         return rows, following
 
     def require_readable(
-        self, page: Page | None, low: bytes, end: bytes, overlay: dict[bytes, list[Record]], seq: int
+        self, page: DataPage | None, low: bytes, end: bytes, overlay: dict[bytes, list[Record]], seq: int
     ) -> None:
         """Raise VersionGone where a limit may have taken what these keys had at `seq`."""
         if self.is_limited(seq):
@@ -999,7 +1006,7 @@ class State:
 
     def _require_kept(
         self,
-        page: Page | None,
+        page: DataPage | None,
         low: bytes,
         end: bytes | None,
         overlay: dict[bytes, list[Record]],
@@ -1013,14 +1020,14 @@ class State:
 
     def seen_between(
         self,
-        page: Page | None,
+        page: DataPage | None,
         low: bytes,
         high: bytes | None,
         overlay: dict[bytes, list[Record]],
         view: View,
         viewer: int,
         limited_seq: int | None,
-    ) -> Iterator[tuple[bytes, list[Seen]]]:
+    ) -> Iterator[tuple[bytes, list[SeenVersion]]]:
         """Keys in order with what can be seen of them, where transactions have written."""
         keys = set(overlay)
         if page is not None:
@@ -1035,8 +1042,8 @@ class State:
 
     def _objects_seen(
         self,
-        between: Iterator[tuple[bytes, list[Seen]]],
-        page: Page | None,
+        between: Iterator[tuple[bytes, list[SeenVersion]]],
+        page: DataPage | None,
         bucket: str,
         skip: int,
         seq: int,
@@ -1052,7 +1059,7 @@ class State:
                 objects.append(found)
         return objects
 
-    def _is_deletion(self, each: Seen, page: Page | None) -> bool:
+    def _is_deletion(self, each: SeenVersion, page: DataPage | None) -> bool:
         if each.record is not None:
             return is_deletion(each.record)
         assert page is not None
@@ -1060,7 +1067,7 @@ class State:
 
     def _interval(
         self, low: bytes, high: bytes | None, above: int = 0
-    ) -> tuple[Range, Page | None, bytes | None, bytes | None]:
+    ) -> tuple[Range, DataPage | None, bytes | None, bytes | None]:
         """With the lock: the range and the page of `low`, where that page ends or `high` does, and where the
         next one begins, None where nothing follows."""
         place = self.map.find(low)
@@ -1082,7 +1089,7 @@ class State:
         self,
         key: bytes,
         records: list[Record],
-        page: Page | None,
+        page: DataPage | None,
         bucket: str,
         name: str,
         seq: int,
@@ -1097,7 +1104,7 @@ class State:
 
     def _rows_between(
         self,
-        page: Page,
+        page: DataPage,
         bucket: str,
         skip: int,
         low: bytes,

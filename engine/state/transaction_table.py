@@ -23,7 +23,7 @@ import cbor2
 from lowwater.engine.format import format
 from lowwater.engine.format.entries import decode_body, decode_payload
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import UNSTAMPED, Page
+from lowwater.engine.format.pages import UNSTAMPED, DataPage
 from lowwater.engine.format.records import (
     PageVersion,
     Record,
@@ -44,7 +44,7 @@ _IDS = "Q"
 DOOMING_CODES = frozenset({31, 33})
 
 
-class Row(NamedTuple):
+class TransactionRow(NamedTuple):
     """One transaction. `end_seq` is 0 while it is open."""
 
     txn: int
@@ -76,7 +76,7 @@ class Row(NamedTuple):
         """What a checkpoint says of an open transaction: the log has its writes, from its `begin` on."""
         return [self.txn, self.snapshot_seq, self.seq_last, self.doomed, list(map(list, self.undone))]
 
-    def after(self, seq: int, kind: int, refused: int | None, payload: bytes) -> Row:
+    def after(self, seq: int, kind: int, refused: int | None, payload: bytes) -> TransactionRow:
         """What the next frame of the transaction makes of it."""
         if kind == Kind.COMMIT:
             time_us = int.from_bytes(payload[format.TIME_SLICE], "little")
@@ -92,7 +92,7 @@ class Row(NamedTuple):
             seq_last=seq, entries=self.entries + 1, size_bytes=self.size_bytes + len(payload)
         )
 
-    def undo(self, savepoint_seq: int, seq: int) -> Row:
+    def undo(self, savepoint_seq: int, seq: int) -> TransactionRow:
         """Back to `savepoint_seq`, by the frame `seq`."""
         kept = [pair for pair in self.undone if pair[0] < savepoint_seq]
         if kept and kept[-1][1] >= savepoint_seq:
@@ -105,11 +105,11 @@ def _before(pair: tuple[int, int]) -> int:
     return pair[1]
 
 
-View = Mapping[int, Row]
+View = Mapping[int, TransactionRow]
 """The rows that versions in one place may need."""
 
 
-class Seen(NamedTuple):
+class SeenVersion(NamedTuple):
     """A version that somebody can see: a record, or a row of a page where `record` is None."""
 
     seq: int
@@ -120,27 +120,27 @@ class Seen(NamedTuple):
 
 
 def seen(
-    records: Iterable[Record], page: Page | None, row: int, view: View, *, viewer: int = 0
-) -> Iterator[Seen]:
+    records: Iterable[Record], page: DataPage | None, row: int, view: View, *, viewer: int = 0
+) -> Iterator[SeenVersion]:
     """The versions of a key that are committed, or of the transaction `viewer`, newest first. Its own have
     the seqs of their frames."""
     for record in records:
         seq = seq_of(record)
         if not is_transactional(record):
-            yield Seen(seq, None, record, -1)
+            yield SeenVersion(seq, None, record, -1)
         elif (found := _seen(view[transaction_of(record)], seq, viewer)) is not None:
-            yield Seen(found[0], found[1], record, -1, found[2])
+            yield SeenVersion(found[0], found[1], record, -1, found[2])
     if page is None or row < 0:
         return
     flags, seqs, times = page.flags, page.seqs, page.times
     for index in range(row, row + page.versions(row)):
         if not flags[index] & UNSTAMPED:
-            yield Seen(seqs[index], None, None, index)
+            yield SeenVersion(seqs[index], None, None, index)
         elif (found := _seen(view[times[index]], seqs[index], viewer)) is not None:
-            yield Seen(found[0], found[1], None, index, found[2])
+            yield SeenVersion(found[0], found[1], None, index, found[2])
 
 
-def _seen(row: Row, seq: int, viewer: int) -> tuple[int, int, bool] | None:
+def _seen(row: TransactionRow, seq: int, viewer: int) -> tuple[int, int, bool] | None:
     if row.txn == viewer:
         return None if row.has_undone(seq) else (seq, 0, True)
     if not row.committed or row.has_undone(seq):
@@ -148,7 +148,7 @@ def _seen(row: Row, seq: int, viewer: int) -> tuple[int, int, bool] | None:
     return row.end_seq, row.end_time_us, False
 
 
-def holder(records: Iterable[Record], page: Page | None, row: int, view: View) -> Row | None:
+def holder(records: Iterable[Record], page: DataPage | None, row: int, view: View) -> TransactionRow | None:
     """The open transaction that has written a key, and may still commit."""
     for record in records:
         if not is_transactional(record):
@@ -181,8 +181,8 @@ class TransactionTable:
     """All rows by their ids. With the state's lock."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, Row] = {}
-        self.open: dict[int, Row] = {}
+        self.rows: dict[int, TransactionRow] = {}
+        self.open: dict[int, TransactionRow] = {}
         # The pages with rows that carry an id: page key, ids.
         self.unstamped: dict[bytes, frozenset[int]] = {}
         self._page_counts: Counter[int] = Counter()
@@ -206,7 +206,7 @@ class TransactionTable:
         """The seq of the oldest `begin` of which the end is not known."""
         return min(self.open, default=None)
 
-    def put(self, row: Row) -> None:
+    def put(self, row: TransactionRow) -> None:
         self.rows[row.txn] = row
         if row.is_open:
             self.open[row.txn] = row
@@ -267,7 +267,7 @@ def load_table(stored: Mapping[bytes, bytes], path: str) -> TransactionTable:
     table = TransactionTable()
     try:
         for fields in cbor2.loads(stored.get(TABLE_KEY, _NO_ROWS)):
-            row = Row(*fields)
+            row = TransactionRow(*fields)
             table.put(row._replace(undone=tuple((after, before) for after, before in row.undone)))
     except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into
         raise Corrupt("the transaction table of the pages cannot be read", path=path) from error
@@ -292,7 +292,7 @@ def encode_table(view: View, carried: set[int], redo_seq: int) -> bytes | None:
     return cbor2.dumps(rows, canonical=True) if rows else None
 
 
-def _is_met_halfway(row: Row, redo_seq: int) -> bool:
+def _is_met_halfway(row: TransactionRow, redo_seq: int) -> bool:
     """Whether redo would meet frames of the transaction and not its `begin`."""
     return row.txn < redo_seq <= row.end_seq
 
@@ -326,7 +326,7 @@ def settle_versions(versions: list[PageVersion], view: View, frozen_seq: int) ->
     return settled
 
 
-def settle_page(page: Page, view: View, frozen_seq: int) -> Page:
+def settle_page(page: DataPage, view: View, frozen_seq: int) -> DataPage:
     """The same for a page. Of several writes of one transaction to a key the last survives its commit."""
     if not ids_in(page):
         return page
@@ -348,21 +348,21 @@ def settle_page(page: Page, view: View, frozen_seq: int) -> Page:
                 seqs[index], times[index] = row.end_seq, row.end_time_us
                 flags[index] &= ~UNSTAMPED
         keep.append(True)
-    return Page(page.seq, keys, seqs, times, flags, page.metadata, page.values).only(keep)
+    return DataPage(page.seq, keys, seqs, times, flags, page.metadata, page.values).only(keep)
 
 
-def _is_dead(row: Row, seq: int) -> bool:
+def _is_dead(row: TransactionRow, seq: int) -> bool:
     return row.has_undone(seq) or not (row.is_open or row.committed)
 
 
-def unstamped_in(page: Page) -> Iterator[tuple[int, int]]:
+def unstamped_in(page: DataPage) -> Iterator[tuple[int, int]]:
     """The transactions of the rows that carry one, each with the seq of its frame."""
     for txn, seq, flags in zip(page.times, page.seqs, page.flags, strict=True):
         if flags & UNSTAMPED:
             yield txn, seq
 
 
-def ids_in(page: Page) -> frozenset[int]:
+def ids_in(page: DataPage) -> frozenset[int]:
     """The transactions whose ids a page's rows carry."""
     flags = page.flags
     if max(flags, default=0) < UNSTAMPED:

@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 # ---------------------------------------------------------------------------- what outlives the figures
 
 
-class _Stopped(Exception):
+class _DemoStopped(Exception):
     pass
 
 
@@ -87,7 +87,7 @@ def _supervise() -> int:
     def stop(signum: int, _: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)  # one is enough, and nothing interrupts the tidying up
-        raise _Stopped(signum)
+        raise _DemoStopped(signum)
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
@@ -100,7 +100,7 @@ def _supervise() -> int:
         ):
             tier = {"uri": server.uri("demo"), "options": server.options, "timeout_ms": PATIENCE_S * 1000}
             return _show(directory, {"tier": tier})
-    except _Stopped as stopped:
+    except _DemoStopped as stopped:
         signum = stopped.args[0]
         print(f"demo stopped by {signal.Signals(signum).name}: nothing is left behind.", file=sys.stderr)
         return 128 + int(signum)

@@ -21,7 +21,7 @@ LEVELS = ("debug", "info", "warning", "error")
 _as_text = structlog.processors.LogfmtRenderer(key_order=["event"], drop_missing=True)
 
 
-class Event(dict[str, Any]):
+class LogEvent(dict[str, Any]):
     """An event that reads well where the host program's own handlers print it."""
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Event(dict[str, Any]):
 
 
 def _readable(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return Event(event)
+    return LogEvent(event)
 
 
 def get_logger(name: str) -> BoundLogger:

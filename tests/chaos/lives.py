@@ -36,7 +36,7 @@ from tests.tiering.tiered_model import (
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation, random_faults
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation, random_faults
 from lowwater.chaos.survival import SURVIVALS
 from lowwater.engine.database.database import Database
 from lowwater.engine.database.origin import ORIGIN, read_origin
@@ -236,11 +236,11 @@ class World:
             )
             self.server.fault = lambda operation: self._fault(schedule(operation), operation)
 
-    def _fault(self, fault: Fault | None, operation: Operation) -> Fault | None:
+    def _fault(self, fault: StoreFault | None, operation: StoreOperation) -> StoreFault | None:
         if fault is None or (fault.stale and not fault.error):
             return None  # no store that the archive can live in has lists of long ago
         if fault.kept_bytes is not None:
-            return Fault(lost=True)  # what is cut for good, a person has to repair
+            return StoreFault(lost=True)  # what is cut for good, a person has to repair
         self.seen[f"faults: {operation.kind}"] += 1
         if self.rng.random() < 0.2:
             self.clock.advance(self.rng.choice((0.1, 5.0)))

@@ -20,7 +20,7 @@ from lowwater.tiering import archive, shipper
 from lowwater.tiering.archive import Archive
 from lowwater.tiering.region import Region
 from lowwater.tiering.shipper import Shipper
-from lowwater.tiering.upload_queue import UploadQueue, Wanted
+from lowwater.tiering.upload_queue import UploadQueue, WantedUpload
 
 # More of them in `make chaos`.
 SEEDS = int(os.environ.get("LIVES", "50"))
@@ -109,7 +109,7 @@ def do_not_read_manifests_back(patch: pytest.MonkeyPatch) -> None:
 def step_over_a_gap(patch: pytest.MonkeyPatch) -> None:
     """Where two segments wait, the second one is recorded, and the first one never."""
 
-    def first(self: UploadQueue) -> Wanted | None:
+    def first(self: UploadQueue) -> WantedUpload | None:
         waiting = sorted(self._wanted)
         return self._wanted[waiting[min(1, len(waiting) - 1)]] if waiting else None
 

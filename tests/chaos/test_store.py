@@ -12,7 +12,7 @@ import pytest
 
 from lowwater.chaos.clock import VirtualClock
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation, Trouble, random_faults
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation, Trouble, random_faults
 from lowwater.errors import (
     STORE_ERRORS,
     NotFound,
@@ -33,7 +33,7 @@ class TestFaultyStore(StoreConformance):
         return FaultyStore(page_size=3).open
 
 
-def on(kind: str, fault: Fault) -> Callable[[Operation], Fault | None]:
+def on(kind: str, fault: StoreFault) -> Callable[[StoreOperation], StoreFault | None]:
     """A schedule: this fault at the first operation of that kind."""
     left = [fault]
     return lambda operation: left.pop() if operation.kind == kind and left else None
@@ -68,7 +68,7 @@ def test_any_operation_can_fail_and_then_has_no_effect(
     server = FaultyStore()
     store = server.open()
     put(store, "old", b"old")
-    server.fault = on(kind, Fault(error=trouble))
+    server.fault = on(kind, StoreFault(error=trouble))
     with pytest.raises(error, match="memory://faulty"):
         CALLS[kind](store)
     assert server.objects.data == {"old": b"old"}
@@ -77,13 +77,13 @@ def test_any_operation_can_fail_and_then_has_no_effect(
 
 def test_an_error_may_come_after_the_effect() -> None:
     """The answer was lost: who writes again finds it there."""
-    server = FaultyStore(fault=on("write", Fault(error="timed_out", after=True)))
+    server = FaultyStore(fault=on("write", StoreFault(error="timed_out", after=True)))
     store = server.open()
     with pytest.raises(StoreUnavailable):
         put(store, "a", b"x")
     assert store.read("a") == b"x"
     assert put(store, "a", b"x") is False
-    server.fault = on("delete", Fault(error="timed_out", after=True))
+    server.fault = on("delete", StoreFault(error="timed_out", after=True))
     with pytest.raises(StoreUnavailable):
         store.delete("a")
     assert names(store.list()) == []
@@ -91,16 +91,16 @@ def test_an_error_may_come_after_the_effect() -> None:
 
 def test_a_copy_may_be_made_and_not_told_or_told_and_not_made() -> None:
     """Who copies again finds it there; who looks finds what a lie has left."""
-    server = FaultyStore(fault=on("copy", Fault(error="timed_out", after=True)))
+    server = FaultyStore(fault=on("copy", StoreFault(error="timed_out", after=True)))
     store = server.open()
     put(store, "a", b"0123456789")
     with pytest.raises(StoreUnavailable):
         store.copy("a", "b")
     assert store.copy("a", "b") is False
     assert store.read("b") == b"0123456789"
-    server.fault = on("copy", Fault(lost=True))
+    server.fault = on("copy", StoreFault(lost=True))
     assert store.copy("a", "c") is True
-    server.fault = on("copy", Fault(kept_bytes=3))
+    server.fault = on("copy", StoreFault(kept_bytes=3))
     assert store.copy("a", "d") is True
     assert names(store.list()) == ["a", "b", "d"]
     assert store.read("d") == b"012"
@@ -108,14 +108,14 @@ def test_a_copy_may_be_made_and_not_told_or_told_and_not_made() -> None:
 
 def test_what_failed_may_arrive_later() -> None:
     """After the retry it changes nothing; where nobody tried again it is there all the same."""
-    server = FaultyStore(fault=on("write", Fault(error="timed_out", late=2)))
+    server = FaultyStore(fault=on("write", StoreFault(error="timed_out", late=2)))
     store = server.open()
     with pytest.raises(StoreUnavailable):
         put(store, "a", b"first")
     with pytest.raises(NotFound):
         store.read("a")
     assert store.read("a") == b"first"
-    server.fault = on("write", Fault(error="timed_out", late=100))
+    server.fault = on("write", StoreFault(error="timed_out", late=100))
     with pytest.raises(StoreUnavailable):
         put(store, "b", b"first")
     assert put(store, "b", b"retry") is True
@@ -125,7 +125,7 @@ def test_what_failed_may_arrive_later() -> None:
 
 def test_a_late_delete_takes_what_was_written_again() -> None:
     """So nobody may delete a name that he may want to write again."""
-    server = FaultyStore(fault=on("delete", Fault(error="timed_out", late=3)))
+    server = FaultyStore(fault=on("delete", StoreFault(error="timed_out", late=3)))
     store = server.open()
     put(store, "a", b"x")
     with pytest.raises(StoreUnavailable):
@@ -138,7 +138,7 @@ def test_a_late_delete_takes_what_was_written_again() -> None:
 
 def test_an_upload_that_breaks_off_leaves_parts_and_no_object() -> None:
     """They take room, and no reader sees them."""
-    server = FaultyStore(fault=on("write", Fault(error="unavailable", taken_bytes=7)))
+    server = FaultyStore(fault=on("write", StoreFault(error="unavailable", taken_bytes=7)))
     store = server.open()
     with pytest.raises(StoreUnavailable):
         put(store, "a", bytes(10))
@@ -147,8 +147,8 @@ def test_an_upload_that_breaks_off_leaves_parts_and_no_object() -> None:
     assert put(store, "a", bytes(10)) is True
 
 
-@pytest.mark.parametrize("lie", [Fault(lost=True), Fault(kept_bytes=3), Fault(kept_bytes=0)])
-def test_a_store_that_lies_about_a_write_is_found_out(lie: Fault) -> None:
+@pytest.mark.parametrize("lie", [StoreFault(lost=True), StoreFault(kept_bytes=3), StoreFault(kept_bytes=0)])
+def test_a_store_that_lies_about_a_write_is_found_out(lie: StoreFault) -> None:
     """Before anything that is here is removed because it is there."""
     server = FaultyStore(fault=on("write", lie))
     with pytest.raises(StoreCorrupt, match="memory://faulty/a") as caught:
@@ -160,7 +160,7 @@ def test_a_store_that_lies_about_a_write_is_found_out(lie: Fault) -> None:
 
 def test_a_read_can_be_spoilt() -> None:
     """The object stays right: the next read is."""
-    server = FaultyStore(fault=on("read", Fault(short_bytes=4, flip_bit=9)))
+    server = FaultyStore(fault=on("read", StoreFault(short_bytes=4, flip_bit=9)))
     store = server.open()
     put(store, "a", b"\0" * 10)
     assert store.read("a", 2) == b"\0\2\0\0"
@@ -177,10 +177,10 @@ def test_a_list_can_be_stale() -> None:
         put(store, name, b"1")
     store.delete("b")
     put(store, "d", b"22")
-    server.fault = lambda operation: Fault(stale=2) if operation.kind == "list" else None
+    server.fault = lambda operation: StoreFault(stale=2) if operation.kind == "list" else None
     # The second page is an operation later.
     assert names(store.list()) == ["a", "b", "c"]
-    server.fault = on("list", Fault(stale=1))
+    server.fault = on("list", StoreFault(stale=1))
     server.page_size = 10
     assert names(store.list()) == ["a", "c", "d"]
 
@@ -191,9 +191,9 @@ def test_each_page_of_a_list_is_an_operation() -> None:
     store = server.open()
     for name in ("a", "b", "c", "e"):
         put(store, name, b"")
-    seen: list[Operation] = []
+    seen: list[StoreOperation] = []
 
-    def schedule(operation: Operation) -> None:
+    def schedule(operation: StoreOperation) -> None:
         seen.append(operation)
         if len(seen) == 2:
             server.fault = None
@@ -201,13 +201,13 @@ def test_each_page_of_a_list_is_an_operation() -> None:
 
     server.fault = schedule
     assert names(store.list()) == ["a", "b", "c", "d", "e"]
-    assert seen[0] == Operation(5, "list", "", 0, "")
+    assert seen[0] == StoreOperation(5, "list", "", 0, "")
 
 
 def test_down_is_down_for_all_and_slow_takes_time() -> None:
     """Until it is up again."""
     clock = VirtualClock()
-    server = FaultyStore(clock=clock, fault=on("write", Fault(slow_s=3.5)))
+    server = FaultyStore(clock=clock, fault=on("write", StoreFault(slow_s=3.5)))
     store = server.open()
     put(store, "a", b"")
     assert clock.monotonic() == 3.5
@@ -293,7 +293,11 @@ def test_random_faults_meet_every_kind_of_trouble() -> None:
     met = set()
     for kind in CALLS:
         for _ in range(300):
-            fault = schedule(Operation(1, kind, "a", 100, ""))  # type: ignore[arg-type]
+            fault = schedule(StoreOperation(1, kind, "a", 100, ""))  # type: ignore[arg-type]
             assert fault is not None
-            met |= {field for field in Fault.__slots__ if getattr(fault, field) != getattr(Fault(), field)}
-    assert met == set(Fault.__slots__) - {"slow_s"}
+            met |= {
+                field
+                for field in StoreFault.__slots__
+                if getattr(fault, field) != getattr(StoreFault(), field)
+            }
+    assert met == set(StoreFault.__slots__) - {"slow_s"}

@@ -503,11 +503,11 @@ class Machine:
         return contents
 
 
-def page_of(db: Any, key: bytes, data: bytes) -> pages.Page:
+def page_of(db: Any, key: bytes, data: bytes) -> pages.DataPage:
     """A page as the store has it, or as its reference says."""
     if not is_reference(data):
         return decode_page(data, key)
-    found: pages.Page = db._state.away.read(key, data)
+    found: pages.DataPage = db._state.away.read(key, data)
     assert found.seq == decode_reference(data, key).page_seq
     return found
 

@@ -14,7 +14,7 @@ import pytest
 
 from lowwater.engine.format import format
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import Boundaries, Page, decode_page, encode_key, encode_page
+from lowwater.engine.format.pages import Boundaries, DataPage, decode_page, encode_key, encode_page
 from lowwater.engine.format.records import make_record
 from lowwater.engine.pages.memory_pages import MemoryPages
 from lowwater.engine.seams.trim import Trimmer, _malloc_trim
@@ -78,7 +78,7 @@ def test_pages_count_for_what_they_take(rows: int, value_bytes: int) -> None:
     keys = sorted(encode_key(b"b", b"%012d" % number) for number in Random(1).sample(range(10**12), rows))
     numbers = array("Q", range(1, rows + 1))
     values = [bytes([number % 256]) * value_bytes for number in range(rows)]
-    page = Page(rows, keys, numbers, numbers, bytearray(rows), [b""] * rows, values)
+    page = DataPage(rows, keys, numbers, numbers, bytearray(rows), [b""] * rows, values)
     data = encode_page(page, keys[0])
     with allocated() as so_far:
         # So many that what other threads and the interpreter allocate meanwhile, some KiB, is a trifle.

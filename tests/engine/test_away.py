@@ -355,9 +355,9 @@ def test_a_full_checkpoint_of_pages_that_left_is_the_one_of_pages_that_did_not(
 
 
 def lowwater_engine(directory: str, archive: Archive) -> Any:
-    from lowwater.engine.database.engine import Engine
+    from lowwater.engine.database.engine import FedEngine
 
-    return Engine(directory, blocks=archive)
+    return FedEngine(directory, blocks=archive)
 
 
 # ---------------------------------------------------------------------------- an archive that is down

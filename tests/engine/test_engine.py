@@ -22,7 +22,7 @@ from lowwater.chaos.disk import Fault, FaultyFiles, Operation
 from lowwater.chaos.runner import StepRunner
 from lowwater.chaos.survival import SURVIVALS, Survival
 from lowwater.engine.database.core import EngineOptions
-from lowwater.engine.database.engine import Engine
+from lowwater.engine.database.engine import FedEngine
 from lowwater.engine.format.entries import Control
 from lowwater.engine.format.format import Kind
 from lowwater.engine.log.chain import seal_entry, settings_entry
@@ -67,12 +67,12 @@ class Node:
         object.__setattr__(
             self.options, "pool_bytes_max", pool_bytes_max
         )  # less than is sensible and allowed
-        self.engine: Engine
+        self.engine: FedEngine
 
-    def open(self, **more: Any) -> Engine:
+    def open(self, **more: Any) -> FedEngine:
         self.pages.reopen()
         self.runner = StepRunner(self.clock)
-        self.engine = Engine(
+        self.engine = FedEngine(
             "node",
             log_options=more.pop("log_options", self.log_options),
             options=self.options,
@@ -88,15 +88,15 @@ class Node:
         )
         return self.engine
 
-    def open_again(self) -> Engine:
+    def open_again(self) -> FedEngine:
         return self.open()
 
-    def crash(self, mode: Survival = "lose", seed: int = 0) -> Engine:
+    def crash(self, mode: Survival = "lose", seed: int = 0) -> FedEngine:
         self.files.crash(random.Random(seed), mode)
         self.pages.crash()
         return self.open()
 
-    def restart(self) -> Engine:
+    def restart(self) -> FedEngine:
         self.engine.close()
         return self.open()
 
@@ -130,7 +130,7 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture
-def engine(node: Node) -> Engine:
+def engine(node: Node) -> FedEngine:
     feed(node.engine, [(1, CREATE), (2, CreateBucket("b"))])
     return node.engine
 
@@ -138,7 +138,7 @@ def engine(node: Node) -> Engine:
 class TestEngineOnDisk(EngineConformance):
     @pytest.fixture
     def place(self, tmp_path: Path) -> Place:
-        return lambda: Engine(tmp_path / "data")
+        return lambda: FedEngine(tmp_path / "data")
 
 
 class TestEngineInMemory(EngineConformance):
@@ -158,11 +158,11 @@ class TestEngineWithHardlyAnyMemory(EngineConformance):
 # ---------------------------------------------------------------------------- what is decided
 
 
-def values(engine: Engine) -> dict[str, bytes]:
+def values(engine: FedEngine) -> dict[str, bytes]:
     return {found.key: found.value for found in engine.scan("b")}
 
 
-def test_a_refused_entry_is_framed_with_its_code_and_the_hash_of_its_request(engine: Engine) -> None:
+def test_a_refused_entry_is_framed_with_its_code_and_the_hash_of_its_request(engine: FedEngine) -> None:
     """Readers see that it was ordered, and replays decide nothing."""
     assert (
         engine.apply_log_entry(5, Put("no", "k", bytes(1000), {"m": "n"}, origin=7)).refused
@@ -176,7 +176,7 @@ def test_a_refused_entry_is_framed_with_its_code_and_the_hash_of_its_request(eng
     assert len(entry.extras.request_hash or b"") == 16
 
 
-def test_conditional_and_copied_entries_carry_the_hash_and_plain_ones_do_not(engine: Engine) -> None:
+def test_conditional_and_copied_entries_carry_the_hash_and_plain_ones_do_not(engine: FedEngine) -> None:
     """It costs 16 bytes: only where the frame does not show what was asked."""
     feed(
         engine, [(3, Put("b", "k", b"v")), (4, Put("b", "k", b"w", if_seq=3)), (5, Copy("b", "k", "b", "l"))]
@@ -188,7 +188,7 @@ def test_conditional_and_copied_entries_carry_the_hash_and_plain_ones_do_not(eng
     assert values(engine) == {}
 
 
-def test_a_group_is_refused_as_a_whole(engine: Engine) -> None:
+def test_a_group_is_refused_as_a_whole(engine: FedEngine) -> None:
     """One condition that fails takes the others with it, and every frame says so."""
     engine.apply_log_entry(3, Put("b", "k", b"v"))
     write = Write([Put("b", "x", b""), Put("b", "k", b"", if_absent=True), Delete("b", "k")])
@@ -200,7 +200,7 @@ def test_a_group_is_refused_as_a_whole(engine: Engine) -> None:
     assert engine.apply_log_entry(8, write) == (8, Refusal.CONDITION_FAILED)
 
 
-def test_a_group_is_decided_by_what_was_there_before_it(engine: Engine) -> None:
+def test_a_group_is_decided_by_what_was_there_before_it(engine: FedEngine) -> None:
     """Its members happen at one moment."""
     both = Write(
         [Put("b", "k", b"1", if_absent=True), Put("b", "k", b"2", if_absent=True), Copy("b", "k", "b", "l")]
@@ -212,7 +212,7 @@ def test_a_group_is_decided_by_what_was_there_before_it(engine: Engine) -> None:
     assert engine.get("b", "k").seq == engine.get("b", "l").seq == 20
 
 
-def test_if_seq_names_a_version_as_reads_show_it(engine: Engine) -> None:
+def test_if_seq_names_a_version_as_reads_show_it(engine: FedEngine) -> None:
     """That of a group is the group's last seq, a deleted key has none."""
     feed(engine, [(10, Write([Put("b", "k", b"1"), Put("b", "l", b"1")])), (11, Delete("b", "l"))])
     assert engine.apply_log_entry(12, Put("b", "k", b"2", if_seq=9)).refused == Refusal.CONDITION_FAILED
@@ -224,7 +224,7 @@ def test_if_seq_names_a_version_as_reads_show_it(engine: Engine) -> None:
     assert values(engine) == {"k": b"2", "l": b"2"}
 
 
-def test_a_deletion_that_is_kept_in_a_page_is_no_version(engine: Engine) -> None:
+def test_a_deletion_that_is_kept_in_a_page_is_no_version(engine: FedEngine) -> None:
     """What somebody may still read decides nothing."""
     feed(engine, [(3, Put("b", "k", b"1")), (4, Control(Kind.HORIZON, {"seq": 3})), (5, Delete("b", "k"))])
     engine.flush()
@@ -234,7 +234,7 @@ def test_a_deletion_that_is_kept_in_a_page_is_no_version(engine: Engine) -> None
     assert engine.apply_log_entry(8, Put("b", "k", b"2", if_absent=True)).refused is None
 
 
-def test_a_large_value_is_copied_by_reference_to_the_frame_that_has_it(engine: Engine) -> None:
+def test_a_large_value_is_copied_by_reference_to_the_frame_that_has_it(engine: FedEngine) -> None:
     """Also a copy of a copy, and also when nothing was durable yet."""
     large = bytes(range(256)) * 20
     feed(
@@ -249,7 +249,7 @@ def test_a_large_value_is_copied_by_reference_to_the_frame_that_has_it(engine: E
     assert [(each.seq, each.length) for each in references if each] == [(5, len(large))] * 3
 
 
-def test_a_seal_ends_the_segment_that_it_names_and_no_other(engine: Engine) -> None:
+def test_a_seal_ends_the_segment_that_it_names_and_no_other(engine: FedEngine) -> None:
     """Proposed twice, it must not cut twice."""
     assert engine.apply_log_entry(5, seal_entry(1)).refused is None
     assert engine.apply_log_entry(6, seal_entry(1)).refused == Refusal.OUT_OF_DATE
@@ -261,7 +261,7 @@ def test_a_seal_ends_the_segment_that_it_names_and_no_other(engine: Engine) -> N
     assert [s.seq_first for s in engine._wal.store.segments] == [1, 6]
 
 
-def test_pins_and_horizons_are_decided_by_the_log(engine: Engine) -> None:
+def test_pins_and_horizons_are_decided_by_the_log(engine: FedEngine) -> None:
     """What this process happens to read keeps nothing for others."""
     feed(engine, [(3, Put("b", "k", b"1")), (4, Put("b", "k", b"2"))])
     pin = Control(Kind.PIN, {"name": "s", "seq": 4})
@@ -361,7 +361,7 @@ def test_conditions_are_refused_where_nobody_decides_them(tmp_path: Path) -> Non
         (9, Control(Kind.SETTINGS, {"segment_bytes": 1})),
     ],
 )
-def test_what_no_engine_takes_is_told_and_changes_nothing(engine: Engine, seq: Any, entry: Any) -> None:
+def test_what_no_engine_takes_is_told_and_changes_nothing(engine: FedEngine, seq: Any, entry: Any) -> None:
     """A mistake of the orchestrator must not end in the log, nor depend on what the state is."""
     before = engine.marks()
     with pytest.raises(InvalidEntry):
@@ -482,7 +482,7 @@ def test_what_is_not_the_same_request_is_a_divergence(
     assert feed(node.restart(), APPLIED) == outcomes
 
 
-def test_a_time_that_was_raised_is_recognised(engine: Engine) -> None:
+def test_a_time_that_was_raised_is_recognised(engine: FedEngine) -> None:
     """The frame's is later than what was proposed, and nobody kept that."""
     feed(engine, [(3, Put("b", "k", b"1", time_us=100)), (4, Put("b", "k", b"2", time_us=50))])
     for time_us in (0, 50, 99, 100):
@@ -491,7 +491,7 @@ def test_a_time_that_was_raised_is_recognised(engine: Engine) -> None:
         engine.apply_log_entry(4, Put("b", "k", b"2", time_us=101))
 
 
-def test_what_means_the_same_is_the_same(engine: Engine) -> None:
+def test_what_means_the_same_is_the_same(engine: FedEngine) -> None:
     """A request that came over a network has other types and no empty maps."""
     feed(
         engine, [(3, Put("b", "k", b"1", {}, if_absent=True)), (4, Put("b", "l", b"1", {"m": "n", "a": "b"}))]
@@ -501,7 +501,7 @@ def test_what_means_the_same_is_the_same(engine: Engine) -> None:
 
 
 def test_below_what_was_purged_nothing_is_known_and_nothing_happens(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: FedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who delivers from the beginning to an engine without its beginning is not told that it diverged."""
     feed(engine, [(3, Put("b", "k", b"1")), (9, Put("b", "k", b"2"))])
@@ -533,7 +533,7 @@ class _InterruptedQueue(deque[Piece]):
 def test_what_is_logged_when_an_interrupt_comes_is_not_lost(tmp_path: Path) -> None:
     """The log has it, and memory did not: pages that are written then would say that they hold it."""
     entries: list[Pair] = [(1, CREATE), (2, CreateBucket("b")), (3, Put("b", "k", b"v"))]
-    with Engine(tmp_path / "data") as engine:
+    with FedEngine(tmp_path / "data") as engine:
         feed(engine, entries[:2])
         engine.sync()
         engine._wal._queue = _InterruptedQueue()
@@ -542,13 +542,13 @@ def test_what_is_logged_when_an_interrupt_comes_is_not_lost(tmp_path: Path) -> N
         engine._wal._queue = deque(engine._wal._queue)
         assert values(engine) == {"k": b"v"}
         engine.apply_log_entry(4, Put("b", "l", b"w"))
-    with Engine(tmp_path / "data") as engine:
+    with FedEngine(tmp_path / "data") as engine:
         feed(engine, entries)
         assert values(engine) == {"k": b"v", "l": b"w"}
         assert list(engine.check()) == []
 
 
-def test_an_entry_is_applied_before_it_is_durable(engine: Engine) -> None:
+def test_an_entry_is_applied_before_it_is_durable(engine: FedEngine) -> None:
     """The orchestrator goes on, and syncs when it wants to acknowledge."""
     engine.sync()
     engine.apply_log_entry(5, Put("b", "k", b"v"))
@@ -572,7 +572,7 @@ def test_an_entry_is_applied_before_it_is_durable(engine: Engine) -> None:
         lambda engine: engine.apply_log_entry(5, Put("b", "k", b"v")),
     ],
 )
-def test_what_is_read_is_durable_first(engine: Engine, ask: Callable[[Engine], Any]) -> None:
+def test_what_is_read_is_durable_first(engine: FedEngine, ask: Callable[[FedEngine], Any]) -> None:
     """Nobody sees what a crash could take back."""
     engine.sync()
     engine.apply_log_entry(5, Put("b", "k", b"v"))
@@ -581,7 +581,7 @@ def test_what_is_read_is_durable_first(engine: Engine, ask: Callable[[Engine], A
     assert engine.marks().durable == 5
 
 
-def test_an_absence_is_durable_first(engine: Engine) -> None:
+def test_an_absence_is_durable_first(engine: FedEngine) -> None:
     """That a key is gone is an answer like another."""
     engine.apply_log_entry(5, Put("b", "k", b"v"))
     engine.sync()
@@ -595,7 +595,7 @@ def test_an_absence_is_durable_first(engine: Engine) -> None:
     assert engine.marks().durable == 7
 
 
-def test_the_interval_makes_it_durable(node: Node, engine: Engine) -> None:
+def test_the_interval_makes_it_durable(node: Node, engine: FedEngine) -> None:
     """Without anybody's sync."""
     engine.sync()
     engine.apply_log_entry(5, Put("b", "k", b"v"))
@@ -618,7 +618,7 @@ def test_a_crash_takes_back_what_was_not_durable_and_it_is_applied_again(node: N
     assert engine.marks().applied == 20
 
 
-def test_marks_keep_their_rules(node: Node, engine: Engine) -> None:
+def test_marks_keep_their_rules(node: Node, engine: FedEngine) -> None:
     """LWM never falls, is told again after a restart, and does not pass what is durable here."""
     engine.sync()
     engine.apply_log_entry(9, Put("b", "k", b"v"))
@@ -635,7 +635,7 @@ def test_marks_keep_their_rules(node: Node, engine: Engine) -> None:
     assert node.restart().marks() == (9, 9, 9, 9, 0, 0)
 
 
-def test_a_disk_that_fails_stops_writing_and_not_reading(node: Node, engine: Engine) -> None:
+def test_a_disk_that_fails_stops_writing_and_not_reading(node: Node, engine: FedEngine) -> None:
     """And the next life goes on from what is durable."""
     feed(engine, [(4, Put("b", "other", b"o")), (5, Put("b", "k", b"v"))])
     engine.sync()
@@ -664,7 +664,7 @@ def test_a_disk_that_fails_stops_writing_and_not_reading(node: Node, engine: Eng
     assert engine.get("b", "k").value == b"w"
 
 
-def test_pages_without_their_log_are_refused(node: Node, engine: Engine) -> None:
+def test_pages_without_their_log_are_refused(node: Node, engine: FedEngine) -> None:
     """An orchestrator that delivers from the beginning would build another history under them."""
     engine.flush()
     engine.close()
@@ -679,14 +679,14 @@ def test_pages_without_their_log_are_refused(node: Node, engine: Engine) -> None
 def test_what_is_wrong_with_opening_is_told(tmp_path: Path) -> None:
     """Before anything is made."""
     with pytest.raises(InputError):
-        Engine(tmp_path / "data", tier="s3://bucket")
+        FedEngine(tmp_path / "data", tier="s3://bucket")
     with pytest.raises(InputError):
-        Engine(5)  # type: ignore[arg-type]
+        FedEngine(5)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-    with Engine(tmp_path / "data", config={"wal": {"fsync_interval_ms": 5}}) as engine:
+    with FedEngine(tmp_path / "data", config={"wal": {"fsync_interval_ms": 5}}) as engine:
         feed(engine, HISTORY)
         with pytest.raises(LowwaterError):
-            Engine(tmp_path / "data")
+            FedEngine(tmp_path / "data")
     with pytest.raises(Closed):
         engine.apply_log_entry(99, CreateBucket("c"))
 
@@ -725,7 +725,7 @@ class TestOrchestrator(OrchestratorConformance):
         return made
 
 
-def test_the_low_water_mark_is_asked_for_when_it_opens(node: Node, engine: Engine) -> None:
+def test_the_low_water_mark_is_asked_for_when_it_opens(node: Node, engine: FedEngine) -> None:
     """Nobody may tell it for a while."""
     feed(engine, [(9, Put("b", "k", b""))])
     engine.close()
@@ -734,7 +734,7 @@ def test_the_low_water_mark_is_asked_for_when_it_opens(node: Node, engine: Engin
     assert opened.marks().lwm == 7
 
 
-def test_an_old_segment_is_sealed_by_a_proposal(node: Node, engine: Engine) -> None:
+def test_an_old_segment_is_sealed_by_a_proposal(node: Node, engine: FedEngine) -> None:
     """An engine that appended a seal of its own would diverge from the others."""
     engine.close()
     orchestrator = Recorder()
@@ -755,7 +755,7 @@ def test_an_old_segment_is_sealed_by_a_proposal(node: Node, engine: Engine) -> N
 
 def test_many_threads_may_read_while_one_applies(tmp_path: Path) -> None:
     """Each read shows one of the states that there were."""
-    with Engine(tmp_path / "data") as engine:
+    with FedEngine(tmp_path / "data") as engine:
         feed(
             engine,
             [(1, CREATE), (2, CreateBucket("b")), (4, Write([Put("b", "x", b"4"), Put("b", "y", b"4")]))],

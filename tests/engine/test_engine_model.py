@@ -30,7 +30,7 @@ from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
 from lowwater.engine.format import pages
 from lowwater.engine.format.entries import Delete, Put
-from lowwater.engine.format.pages import Page
+from lowwater.engine.format.pages import DataPage
 from lowwater.engine.pages import merging
 from lowwater.engine.state.ranges import Range
 from lowwater.errors import LowwaterError
@@ -517,7 +517,7 @@ def test_the_model_itself_finds_a_page_that_claims_too_much(monkeypatch: pytest.
     """A checker that has never failed proves nothing."""
     real = pages.merge
 
-    def claims_more(*arguments: Any, **named: Any) -> list[tuple[bytes, Page]]:
+    def claims_more(*arguments: Any, **named: Any) -> list[tuple[bytes, DataPage]]:
         merged = real(*arguments, **named)
         for _, page in merged:
             page.seq += 3

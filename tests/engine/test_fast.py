@@ -41,7 +41,7 @@ from lowwater.engine.format.pages import (
     TOMBSTONE,
     UNSTAMPED,
     Boundaries,
-    Page,
+    DataPage,
     decode_page,
     encode_key,
     encode_page,
@@ -621,7 +621,7 @@ def given_small(**changes: Any) -> Given:
     stored = []
     for key in page_keys:
         rows = {key + bytes((number,)): number for number in range(97, 103)}
-        page = Page(
+        page = DataPage(
             50,
             [*rows],
             array("Q", range(10, 16)),
@@ -785,7 +785,9 @@ def test_a_key_that_lies_below_its_page_is_left_to_python() -> None:
     records, _, page_keys, stored, rules = given_small()
     assert merge_range((records, b"\1bb", page_keys, stored, rules)) is None
     low = page_keys[1]
-    page = Page(5, [b"\1ba", low], array("Q", [1, 2]), array("Q", [0, 0]), bytearray(2), [b""] * 2, [b""] * 2)
+    page = DataPage(
+        5, [b"\1ba", low], array("Q", [1, 2]), array("Q", [0, 0]), bytearray(2), [b""] * 2, [b""] * 2
+    )
     assert merge_range((records, b"", page_keys, [stored[0], encode_page(page, low)], rules)) is None
 
 
@@ -1114,7 +1116,7 @@ def test_what_is_wrong_with_puts_is_said_in_the_same_words_without_compiled_code
 # ---------------------------------------------------------------------------- reading pages
 
 
-def random_page(rng: random.Random, *, plain: bool) -> Page:
+def random_page(rng: random.Random, *, plain: bool) -> DataPage:
     names = {rng.choice(("k{}", "ü{}", "long{}" * 9)) for _ in range(3)}
     texts = {rng.choice(sorted(names)).replace("{}", f"{rng.randrange(60):03}") for _ in range(60)}
     keys = sorted(encode_key(b"b", text.encode()) for text in texts)
@@ -1122,7 +1124,7 @@ def random_page(rng: random.Random, *, plain: bool) -> Page:
     flags = bytearray(0 if plain else rng.choice((0, 0, 1, 2, 4, 8)) for _ in keys)
     metadata = [b"" if plain or rng.random() < 0.6 else rng.randbytes(rng.randrange(20)) for _ in keys]
     values = [rng.randbytes(rng.choice((0, 5, 5, 300))) for _ in keys]
-    page = Page(5, keys, seqs, array("Q", reversed(seqs)), flags, metadata, values)
+    page = DataPage(5, keys, seqs, array("Q", reversed(seqs)), flags, metadata, values)
     return decode_page(encode_page(page, keys[0]), keys[0])
 
 
@@ -1165,7 +1167,7 @@ def test_what_is_no_plain_page_is_left_to_python() -> None:
     page = random_page(random.Random(1), plain=True)
     data = stored_bytes(page, b"")
     count = len(page)
-    versions = Page(
+    versions = DataPage(
         9, [b"\1bk"] * 2, array("Q", [2, 1]), array("Q", [2, 1]), bytearray(2), [b""] * 2, [b"v"] * 2
     )
     damaged = [b"", data[:47], data[:-1], data + b"\0", encode_page(versions, b"\1bk")]

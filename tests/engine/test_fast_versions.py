@@ -31,7 +31,7 @@ from lowwater.engine.flush import flush
 from lowwater.engine.format import fast, pages
 from lowwater.engine.format.fast import MergedRange
 from lowwater.engine.format.format import U32, U64, Extras, Kind
-from lowwater.engine.format.pages import TOMBSTONE, UNSTAMPED, Boundaries, Page, encode_page
+from lowwater.engine.format.pages import TOMBSTONE, UNSTAMPED, Boundaries, DataPage, encode_page
 from lowwater.engine.format.records import Record, seq_of
 from lowwater.engine.pages.lmdb_store import LmdbPages
 from lowwater.engine.state.ranges import Older, add_older
@@ -151,7 +151,7 @@ def given_versions(
     """A page with versions of one key, as pairs of seq and flags, and one more key behind it."""
     _, low, page_keys, stored, rules = given_small()
     count = len(page_versions)
-    page = Page(
+    page = DataPage(
         page_seq,
         [KEY] * count + [b"\1bmz"] * rows_after,
         array("Q", [*(seq for seq, _ in page_versions), *range(9, 9 - rows_after, -1)]),

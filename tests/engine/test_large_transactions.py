@@ -458,13 +458,13 @@ def mark_too_much(driver: Driver) -> None:
 
 
 def keep_a_row(driver: Driver) -> None:
-    row = transaction_table.Row(2, 1, 1, 3, end_seq=4)
+    row = transaction_table.TransactionRow(2, 1, 1, 3, end_seq=4)
     table = [*cbor2.loads(driver.machine.pages._meta[transaction_table.TABLE_KEY]), list(row)]
     driver.machine.pages._meta[transaction_table.TABLE_KEY] = cbor2.dumps(table)
 
 
 def know_too_much(driver: Driver) -> None:
-    row = transaction_table.Row(900_000, 1, 1, 900_000)
+    row = transaction_table.TransactionRow(900_000, 1, 1, 900_000)
     table = [*cbor2.loads(driver.machine.pages._meta[transaction_table.TABLE_KEY]), list(row)]
     driver.machine.pages._meta[transaction_table.TABLE_KEY] = cbor2.dumps(table)
 
@@ -505,7 +505,7 @@ def run_all() -> None:
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "aborted versions stay": (transaction_table, "_is_dead", lambda row, seq: row.has_undone(seq)),
-    "what was undone stays": (transaction_table.Row, "has_undone", lambda self, seq: False),
+    "what was undone stays": (transaction_table.TransactionRow, "has_undone", lambda self, seq: False),
     "open versions are shown": (
         transaction_table,
         "_seen",

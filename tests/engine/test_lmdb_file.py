@@ -17,7 +17,7 @@ from lowwater.engine.pages import lmdb_file, lmdb_store
 from lowwater.engine.pages.lmdb_file import (
     PAGE_HEAD,
     Damage,
-    Found,
+    FoundPages,
     check_file,
     check_values,
     read_roots,
@@ -57,7 +57,7 @@ def writes(seed: int, count: int) -> Writes:
         yield puts, deletes, meta if number % 3 else {}
 
 
-def looked_at(path: str, *, headers: bool = True) -> Found:
+def looked_at(path: str, *, headers: bool = True) -> FoundPages:
     file = RealFiles().open(f"{path}/data.mdb")
     try:
         return check_file(file, read_roots(file), headers=headers)

@@ -26,7 +26,7 @@ from lowwater.engine.format.pages import (
     TOMBSTONE,
     UNSTAMPED,
     Boundaries,
-    Page,
+    DataPage,
     Record,
     Version,
     after_prefix,
@@ -226,14 +226,14 @@ def test_a_boundary_is_what_the_document_says() -> None:
 # ---------------------------------------------------------------------------- the bytes of a page
 
 
-def make_page(rows: Rows, seq: int = 99) -> Page:
+def make_page(rows: Rows, seq: int = 99) -> DataPage:
     keys, seqs, times, flags, metadata, values = zip(*rows, strict=True)
-    return Page(
+    return DataPage(
         seq, list(keys), array("Q", seqs), array("Q", times), bytearray(flags), list(metadata), list(values)
     )
 
 
-def rows_of(page: Page) -> Rows:
+def rows_of(page: DataPage) -> Rows:
     columns = (page.keys, page.seqs, page.times, page.flags, page.metadata, page.values)
     return list(zip(*columns, strict=True))
 
@@ -467,14 +467,14 @@ def put(seq: int, value: bytes = b"", flags: int = 0) -> tuple[int, int, int, in
 
 
 def rows_after(
-    page: Page | None, records: list[Record], floor: int = 0, frozen_seq: int = 100
+    page: DataPage | None, records: list[Record], floor: int = 0, frozen_seq: int = 100
 ) -> list[tuple[bytes, int, bytes]]:
     result = merge(page, b"", records, frozen_seq=frozen_seq, floor=floor, boundaries=NEVER)
     assert len(result) <= 1
     return [(row[0], row[1], row[5]) for _, page in result for row in rows_of(page)]
 
 
-def one_page(records: list[Record], frozen_seq: int, floor: int = 0) -> Page:
+def one_page(records: list[Record], frozen_seq: int, floor: int = 0) -> DataPage:
     ((_, page),) = merge(None, b"", records, frozen_seq=frozen_seq, floor=floor, boundaries=NEVER)
     return page
 
@@ -581,7 +581,7 @@ class Store:
             self.data[low] = None  # an interval of its own, with or without rows
             self.data.update((new_low, encode_page(page, new_low)) for new_low, page in result)
 
-    def pages(self) -> list[tuple[bytes, Page]]:
+    def pages(self) -> list[tuple[bytes, DataPage]]:
         return [(low, decode_page(data, low)) for low, data in sorted(self.data.items()) if data is not None]
 
 
@@ -768,7 +768,7 @@ def test_puts_come_into_a_page_that_has_become_empty(count: int) -> None:
     keys = [encode_key(b"b", b"%03d" % number) for number in range(count)]
     seqs = array("Q", range(501, 501 + count))
     columns = (seqs, seqs[:], bytearray(count), [b"v"] * count)
-    empty = Page(400, [], array("Q"), array("Q"), bytearray(), [], [])
+    empty = DataPage(400, [], array("Q"), array("Q"), bytearray(), [], [])
     for boundaries in (Boundaries(b"salt", 1), Boundaries(b"salt", 10**9)):
         expected = merge_puts(None, b"\1b", keys, columns, frozen_seq=900, boundaries=boundaries)
         merged = merge_puts(empty, b"\1b", keys, columns, frozen_seq=900, boundaries=boundaries)

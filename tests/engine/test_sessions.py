@@ -31,7 +31,7 @@ from lowwater.engine.log.log import LogOptions
 from lowwater.engine.state import meta as meta_module
 from lowwater.engine.state import sessions as engine_sessions
 from lowwater.engine.state.requests import Request
-from lowwater.engine.state.sessions import Result, Session, Sessions, session_key
+from lowwater.engine.state.sessions import Result, Sessions, StoredSession, session_key
 from lowwater.engine.testing.engine import feed
 from lowwater.errors import (
     AlreadyExists,
@@ -439,7 +439,7 @@ def test_sessions_that_come_and_go_between_flushes_leave_nothing() -> None:
     assert sessions.freeze() == [100]
     sessions.close(100)
     assert sessions.encode(sessions.freeze()) == {session_key(100): None}, "the store has it by now"
-    sessions.load({session_key(100): Session(100, 0, 1).encode()})
+    sessions.load({session_key(100): StoredSession(100, 0, 1).encode()})
     sessions.close(100)
     assert sessions.freeze() == [100]
 
@@ -469,10 +469,10 @@ def test_limits_are_the_same_for_all() -> None:
 
 
 def test_a_session_with_all_its_results_is_read_back() -> None:
-    session = Session(2**64 - 1, 2**62, 5)
+    session = StoredSession(2**64 - 1, 2**62, 5)
     for number in range(1, RESULTS_MAX + 1):
         session.record(number, Result(2**64 - number, number % 30))
-    again = Session.decode(session.encode())
+    again = StoredSession.decode(session.encode())
     assert again._results == session._results
     assert (again.seq, again.time_us, again.ttl_us) == (session.seq, session.time_us, session.ttl_us)
     session.acknowledge(400)
@@ -491,7 +491,7 @@ def test_a_session_with_all_its_results_is_read_back() -> None:
 )  # fmt: skip
 def test_a_stored_session_that_is_damaged_is_told(data: bytes) -> None:
     with pytest.raises(Corrupt):
-        Session.decode(data)
+        StoredSession.decode(data)
     node = Node()
     engine = node.open()
     feed(engine, [(1, CREATE), (2, OPEN)])

@@ -18,7 +18,7 @@ from blake3 import blake3
 from lowwater.chaos.clock import SeededRandomness, VirtualClock
 from lowwater.chaos.runner import StepRunner
 from lowwater.engine.database.core import EngineOptions
-from lowwater.engine.database.engine import Engine
+from lowwater.engine.database.engine import FedEngine
 from lowwater.engine.format.entries import Control, Copy, CreateBucket, Delete, Put, Write
 from lowwater.engine.format.format import Kind
 from lowwater.engine.log.chain import Create, checkpoint_entry
@@ -66,7 +66,7 @@ def made() -> tuple[dict[str, bytes], Any]:
     """The files by their names, and what is expected of them."""
     files, clock = MemoryFiles(), VirtualClock()
     files.make_directory("data")
-    engine = Engine(
+    engine = FedEngine(
         "data",
         log_options=LogOptions(),
         options=EngineOptions(checkpoint_interval_s=None),

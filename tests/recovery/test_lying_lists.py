@@ -30,7 +30,7 @@ from lowwater.recovery.restore import restore_with
 from lowwater.tiering.folder_store import FolderStore
 from lowwater.tiering.names import EPOCHS, MANIFESTS, WAL, parse
 from lowwater.tiering.scrub import Scrub
-from lowwater.tiering.store import Found
+from lowwater.tiering.store import FoundObject
 from lowwater.tiering.testing.s3_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 from lowwater.tiering.tiered_opening import open_tiered
 
@@ -62,7 +62,7 @@ class LyingStore(FolderStore):
         self.case: Case | None = None
         self.old: set[str] = set()
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         found = list(super().list(prefix, start_after))
         if self.case is None:
             return iter(found)
@@ -73,7 +73,7 @@ class LyingStore(FolderStore):
         twice = {each.name for each in theirs} if self.case.lie == "twice" else set()
         return iter([each for each in kept for _ in range(1 + (each.name in twice))])
 
-    def _told(self, found: list[Found]) -> list[Found]:
+    def _told(self, found: list[FoundObject]) -> list[FoundObject]:
         assert self.case is not None
         # How many there are differs a little from run to run, and what is left out must not.
         lie, turn = self.case.lie, (self.case.number + self.case.number // DRAWN) % 3

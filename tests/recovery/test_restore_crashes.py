@@ -146,21 +146,21 @@ def _named(client: Any, uri: str) -> Any:
 
 
 def _fault_at(number: int) -> Callable[[Any], Any]:
-    from lowwater.chaos.failing_store import Fault
+    from lowwater.chaos.failing_store import StoreFault
 
-    return lambda operation: Fault(error="unavailable") if operation.number == number else None
+    return lambda operation: StoreFault(error="unavailable") if operation.number == number else None
 
 
 def test_damage_on_the_way_heals_and_damage_in_the_store_is_told(shipped: Shipped) -> None:
     """Whichever read it is."""
-    from lowwater.chaos.failing_store import Fault
+    from lowwater.chaos.failing_store import StoreFault
 
     number = healed = 0
     while True:
         number += 1
 
         def flip(operation: Any, number: int = number) -> Any:
-            return Fault(flip_bit=1_000_003) if operation.number == number else None
+            return StoreFault(flip_bit=1_000_003) if operation.number == number else None
 
         server = FaultyStore(objects=shipped.objects, fault=flip)
         place = Place(number)

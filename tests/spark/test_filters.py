@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 
 from lowwater.spark.filters import narrowed
-from lowwater.spark.plan import EVERYTHING, Selection
+from lowwater.spark.plan import EVERYTHING, PlanSelection
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 NOON_US = 1_769_860_800_000_000
@@ -52,7 +52,7 @@ NOON_US = 1_769_860_800_000_000
 )
 def test_a_filter_that_is_known_is_taken_in(wanted: list[Filter], fields: dict[str, Any]) -> None:
     """And Spark does not look at it again."""
-    assert narrowed(EVERYTHING, wanted) == (Selection(**fields), [])
+    assert narrowed(EVERYTHING, wanted) == (PlanSelection(**fields), [])
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from lowwater.errors import (
 from lowwater.spark import plan
 from lowwater.spark.entry_columns import COLUMNS
 from lowwater.spark.options import parse
-from lowwater.spark.pinned_archive import Base
-from lowwater.spark.plan import Pinned, Selection, creation_of, parts, piece_bytes, pin, seq_of
+from lowwater.spark.pinned_archive import BaseCheckpoint
+from lowwater.spark.plan import Pinned, PlanSelection, creation_of, parts, piece_bytes, pin, seq_of
 from lowwater.spark.segments import raw_batches
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.names import checkpoint_name
@@ -96,15 +96,15 @@ def test_segments_outside_of_the_selection_are_not_in_any_part(archive: Fed) -> 
     """That is what makes a day of a year cheap."""
     pinned = pin(archive.uri)
     middle = pinned.segments[len(pinned.segments) // 2]
-    found = parts(pinned, Selection(seq_first=middle.first, seq_last=middle.last))
+    found = parts(pinned, PlanSelection(seq_first=middle.first, seq_last=middle.last))
     assert [name for name, _, _ in frames_of(found)] == [pinned.name_of(middle)]
-    found = parts(pinned, Selection(time_min_us=middle.time_min_us, time_max_us=middle.time_max_us))
+    found = parts(pinned, PlanSelection(time_min_us=middle.time_min_us, time_max_us=middle.time_max_us))
     names = {name for name, _, _ in frames_of(found)}
     assert pinned.name_of(middle) in names
     for segment in pinned.segments:
         overlaps = segment.time_min_us <= middle.time_max_us and segment.time_max_us >= middle.time_min_us
         assert (pinned.name_of(segment) in names) == overlaps
-    assert parts(pinned, Selection(seq_first=5, seq_last=4)) == []
+    assert parts(pinned, PlanSelection(seq_first=5, seq_last=4)) == []
 
 
 def test_the_seq_of_a_moment_is_the_last_entry_that_is_not_later(archive: Fed) -> None:
@@ -123,7 +123,7 @@ def test_the_seq_of_a_moment_is_the_last_entry_that_is_not_later(archive: Fed) -
 def test_a_part_is_small_and_shows_no_secret(archive: Fed) -> None:
     """It is sent to executors, and its repr ends up in logs."""
     pinned = pin(archive.uri)
-    place = plan.Place(pinned.place.uri, {"secret_access_key": "hunter2"})
+    place = plan.PartPlace(pinned.place.uri, {"secret_access_key": "hunter2"})
     (part,) = parts(Pinned(place, *[getattr(pinned, name) for name in list(pinned.__dataclass_fields__)[1:]]))
     assert "hunter2" not in repr(part)
     assert pickle.loads(pickle.dumps(part)) == part
@@ -317,6 +317,6 @@ def test_a_state_begins_with_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     for count in (len(known), len(known) - 1, 0):
         for each in known[count:]:
             store.delete(checkpoint_name(each))
-        base = Base.of(Fetcher(store, clock=RealClock()), known)
+        base = BaseCheckpoint.of(Fetcher(store, clock=RealClock()), known)
         assert (None if base is None else base.descriptor) == (known[count - 1] if count else None)
     store.close()

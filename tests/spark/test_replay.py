@@ -14,8 +14,8 @@ from tests.spark.fed import Fed, random_archive
 
 from lowwater.engine.format.entries import Copy, CreateBucket, Put
 from lowwater.spark import plan, reading, segments
-from lowwater.spark.plan import EVERYTHING, Part, Pinned, Selection, parts, pin, shares
-from lowwater.spark.reading import Segments, Stretch
+from lowwater.spark.plan import EVERYTHING, Part, Pinned, PlanSelection, parts, pin, shares
+from lowwater.spark.reading import ReadStretch, Segments
 from lowwater.spark.replay import COUNT_COLUMNS, ENDS, NO_ENDS, Ends, ends_of, joined, needed, thinned
 from lowwater.spark.segments import fetcher_of
 from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
@@ -23,7 +23,7 @@ from lowwater.tiering.remote_checkpoint import RemoteCheckpoint
 COLUMNS = ("bucket", "key", "seq", "time", "kind", "metadata", "value", "txn", "frame")
 
 
-def divided(pinned: Pinned, selection: Selection = EVERYTHING, pieces: int = 1) -> list[Part]:
+def divided(pinned: Pinned, selection: PlanSelection = EVERYTHING, pieces: int = 1) -> list[Part]:
     """Parts of one piece each, cut wherever that may be."""
     found = []
     for part in parts(pinned, selection):
@@ -44,10 +44,10 @@ def crossing(found: list[Part]) -> Ends:
     return ends
 
 
-def stretches(pinned: Pinned, at: int, pieces: int, **narrowed: Any) -> list[Stretch]:
-    found = divided(pinned, Selection(seq_last=at, **narrowed), pieces)
+def stretches(pinned: Pinned, at: int, pieces: int, **narrowed: Any) -> list[ReadStretch]:
+    found = divided(pinned, PlanSelection(seq_last=at, **narrowed), pieces)
     ends = crossing(found)
-    return [Stretch(part, at, COLUMNS, ends=ends) for part in found]
+    return [ReadStretch(part, at, COLUMNS, ends=ends) for part in found]
 
 
 def segments_of(pinned: Pinned) -> Segments:
@@ -81,9 +81,9 @@ def as_object(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def state_of_shares(pinned: Pinned, at: int, **narrowed: Any) -> list[tuple[Any, ...]]:
     """As tasks make it that each have some of the keys."""
-    whole = shares(pinned, Selection(pinned.seq_first, at, **narrowed), verify="strict", part_bytes=10**9)
+    whole = shares(pinned, PlanSelection(pinned.seq_first, at, **narrowed), verify="strict", part_bytes=10**9)
     segments = segments_of(pinned)
-    found = [reading.newest_objects(Stretch(part, at, COLUMNS), segments) for part in whole]
+    found = [reading.newest_objects(ReadStretch(part, at, COLUMNS), segments) for part in whole]
     return sorted((as_object(row) for each in found for row in rows_of(each)), key=lambda row: row[:2])
 
 
@@ -246,7 +246,7 @@ def test_ends_of_what_is_not_open_are_none(tmp_path: Path) -> None:
     fed.ship()
     pinned = pin(fed.uri)
     assert state(pinned, pinned.hwm, 1) == fed.state(pinned.hwm) != []
-    [part] = parts(pinned, Selection(kinds=ENDS))
+    [part] = parts(pinned, PlanSelection(kinds=ENDS))
     frames = reading.one_batch(
         reading.raw_batches(part, reading.END_COLUMNS), reading.arrow_schema(reading.END_COLUMNS)
     )

@@ -29,7 +29,7 @@ from lowwater.errors import (
 from lowwater.spark import entry_columns as columns
 from lowwater.spark import segments
 from lowwater.spark.entry_columns import COLUMNS, MAIN_COLUMNS
-from lowwater.spark.plan import EVERYTHING, Part, Pinned, Selection, Verify, creation_of, parts, pin
+from lowwater.spark.plan import EVERYTHING, Part, Pinned, PlanSelection, Verify, creation_of, parts, pin
 from lowwater.spark.segments import raw_batches
 from lowwater.tiering.remote_segment import RemoteSegment
 
@@ -107,7 +107,7 @@ def rows_in(found: Sequence[Part], columns: Sequence[str]) -> list[dict[str, Any
 
 
 def read(
-    pinned: Pinned, columns: Sequence[str], selection: Selection = EVERYTHING, verify: Verify = "strict"
+    pinned: Pinned, columns: Sequence[str], selection: PlanSelection = EVERYTHING, verify: Verify = "strict"
 ) -> list[dict[str, Any]]:
     return rows_in(parts(pinned, selection, verify=verify, part_bytes=20_000), columns)
 
@@ -155,14 +155,14 @@ def test_what_is_no_before_image_fails_who_asks_for_it(before: bytes, error: typ
     """And nobody else: the log hands on what it does not know."""
     payload = format.encode_payload(Kind.PUT, b"b", b"k", b"", b"v", time_us=1, extras=Extras(before=before))
     frames = format.encode_frames((1,), (payload,), (len(payload),))
-    batch = columns.Batch(Frames(frames, np.zeros(1, np.int64)), 0, 1)
+    batch = columns.FrameBatch(Frames(frames, np.zeros(1, np.int64)), 0, 1)
     assert columns._MAKERS["value"](batch).to_pylist() == [b"v"]
     assert columns._MAKERS["before"](batch).to_pylist() == [before]
     with pytest.raises(error):
         columns._MAKERS["before_seq"](batch)
 
 
-def selections(entries: list[Entry], count: int) -> list[Selection]:
+def selections(entries: list[Entry], count: int) -> list[PlanSelection]:
     draw = random.Random("selections")
     made = []
     for _ in range(count):
@@ -187,11 +187,11 @@ def selections(entries: list[Entry], count: int) -> list[Selection]:
             fields["prefix"] = some.key[: draw.randrange(4)]
         if draw.random() < 0.3:
             fields["share"] = draw.randrange(3), 3
-        made.append(Selection(**fields))
+        made.append(PlanSelection(**fields))
     return made
 
 
-def is_in(entry: Entry, wanted: Selection) -> bool:
+def is_in(entry: Entry, wanted: PlanSelection) -> bool:
     return (
         wanted.seq_first <= entry.seq <= wanted.seq_last
         and wanted.time_min_us <= entry.time_us <= wanted.time_max_us
@@ -242,10 +242,10 @@ def test_a_key_of_an_archive_without_refusals_is_found_by_the_index(
         return plain(self, start, end, **options)
 
     monkeypatch.setattr(segments.RemoteSegment, "read_blocks", counted)
-    assert [row["seq"] for row in read(pinned, ["seq"], Selection(bucket="b", key="k7"))] == expected
+    assert [row["seq"] for row in read(pinned, ["seq"], PlanSelection(bucket="b", key="k7"))] == expected
     assert sum(read_bytes) < 10_000
     read_bytes.clear()
-    assert read(pinned, ["seq"], Selection(kinds=frozenset({"abort"}))) == []
+    assert read(pinned, ["seq"], PlanSelection(kinds=frozenset({"abort"}))) == []
     assert not read_bytes
 
 

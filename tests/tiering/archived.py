@@ -19,7 +19,7 @@ from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.cold import ColdLog
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.memory_store import MemoryStore
-from lowwater.tiering.store import Found
+from lowwater.tiering.store import FoundObject
 
 
 class Request(NamedTuple):
@@ -47,7 +47,7 @@ class CountingStore(MemoryStore):
             self.requests.append(request)
         return self.change(request, data)
 
-    def stat(self, name: str) -> Found:
+    def stat(self, name: str) -> FoundObject:
         self.before(Request("stat", name, 0, -1))
         found = super().stat(name)
         with self._count_lock:

@@ -16,7 +16,7 @@ from lowwater.errors import Fenced
 from lowwater.tiering import names
 from lowwater.tiering.archive import open_archive
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
-from lowwater.tiering.store import Found, Part
+from lowwater.tiering.store import FoundObject, Part
 
 
 class StepStore(MemoryStore):
@@ -39,7 +39,7 @@ class StepStore(MemoryStore):
         self._step()
         return super().read(name, start, end)
 
-    def list(self, prefix: str = "", start_after: str = "") -> Iterator[Found]:
+    def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
         self._step()
         return iter([*super().list(prefix, start_after)])
 

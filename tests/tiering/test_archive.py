@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.engine.engine_model import CLUSTER_ID
 from tests.tiering.lines import StepStore, begun, restored
 
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation
 from lowwater.engine.format.blocks import NO_HASH, hash_of
 from lowwater.engine.log.compress import compress_segment
 from lowwater.engine.seams.memory import MemoryFiles
@@ -438,8 +438,8 @@ def test_a_restored_log_publishes_entries_below_those_that_its_parent_published(
         line.db.close()
 
 
-@pytest.mark.parametrize("spoilt", [Fault(flip_bit=1), Fault(short_bytes=3)])
-def test_a_segment_that_is_damaged_on_the_way_is_read_again(spoilt: Fault) -> None:
+@pytest.mark.parametrize("spoilt", [StoreFault(flip_bit=1), StoreFault(short_bytes=3)])
+def test_a_segment_that_is_damaged_on_the_way_is_read_again(spoilt: StoreFault) -> None:
     """Else a restore would end before it, and nobody would know; what is cut short is no traceback."""
     server = FaultyStore()
     line = begun(server.objects)
@@ -455,7 +455,7 @@ def test_a_segment_that_is_damaged_on_the_way_is_read_again(spoilt: Fault) -> No
         line.store.write(names.segment_name(each), [data], size=len(data))
     reads = 0
 
-    def spoil(operation: Operation) -> Fault | None:
+    def spoil(operation: StoreOperation) -> StoreFault | None:
         nonlocal reads
         reads += operation.kind == "read"
         return spoilt if reads == 1 else None

@@ -27,7 +27,7 @@ from lowwater.engine.seams.real import ThreadRunner
 from lowwater.engine.state.catalogue import Catalogue
 from lowwater.errors import Busy, Corrupt, DataError, LowwaterError, NewerVersion
 from lowwater.tiering.block_cache import UNIT_BYTES, BlockCache
-from lowwater.tiering.remote_segment import Reading, RemoteSegment
+from lowwater.tiering.remote_segment import RemoteSegment, SegmentReading
 from lowwater.tiering.store import at as at_name
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -167,7 +167,7 @@ def test_a_scan_makes_few_large_requests(large: Large) -> None:
     assert len(large.store.requests) <= large.stored_bytes / 2**20
     assert max(request.size for request in large.store.requests) >= 3.5 * 2**20
     large.store.requests.clear()
-    reading = Reading()
+    reading = SegmentReading()
     reading.used_bytes = 2**26
     segment = large.archived.cold().segment(large.descriptor)
     assert seqs_in(segment.chunks_after(0, large.descriptor.last, reading)) == list(range(1, 10_003))

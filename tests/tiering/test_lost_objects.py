@@ -10,7 +10,7 @@ import pytest
 from tests.tiering.shipping import FedMachine, archived, objects_of, shared, tier_options
 from tests.tiering.test_shipper import fill, new_machine
 
-from lowwater.chaos.failing_store import Fault
+from lowwater.chaos.failing_store import StoreFault
 from lowwater.engine.format.entries import CreateBucket, Put
 from lowwater.engine.seams.failpoints import registry
 from lowwater.errors import DataError, LowwaterError, StoreUnavailable
@@ -169,7 +169,7 @@ def test_nothing_is_purged_before_what_was_lost_is_back() -> None:
     for name in [*machine.server.objects.data]:
         if not name.startswith(WAL):
             machine.server.objects.remove(name)
-    machine.server.fault = lambda each: Fault(error="denied") if each.kind == "write" else None
+    machine.server.fault = lambda each: StoreFault(error="denied") if each.kind == "write" else None
     for _ in range(3):
         with pytest.raises(DataError):
             machine.db.purge(machine.db.purgeable_seq())

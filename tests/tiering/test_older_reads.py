@@ -13,9 +13,9 @@ import pytest
 from tests.tiering.shipping import FedMachine, TieredMachine, tier_options
 
 import lowwater
-from lowwater.chaos.failing_store import Fault, FaultyStore
+from lowwater.chaos.failing_store import FaultyStore, StoreFault
 from lowwater.engine.database.database import Database
-from lowwater.engine.database.reads import Reading
+from lowwater.engine.database.reads import Reads
 from lowwater.errors import Corrupt, InputError, NotFound, RetryError, VersionGone
 from lowwater.tiering import cold_versions, fetcher
 from lowwater.tiering.names import WAL
@@ -168,7 +168,7 @@ def test_a_store_that_is_away_is_told_and_no_absence_is_made_of_it() -> None:
     life.db = life.machine.open()
     for each in life.machine.files.list("db/cache"):
         life.machine.files.remove(f"db/cache/{each}")
-    life.machine.server.fault = lambda _: Fault(error="timed_out")
+    life.machine.server.fault = lambda _: StoreFault(error="timed_out")
     for call in (lambda: life.db.get("b", "k/01", at=seq), lambda: list(life.db.scan("b", at=seq))):
         with pytest.raises(RetryError):
             call()
@@ -184,7 +184,7 @@ def test_a_fed_engine_reads_them_too() -> None:
     from lowwater.engine.format.format import Kind
 
     machine = FedMachine(options=PURGING)
-    engine: Reading = machine.open()
+    engine: Reads = machine.open()
     machine.order.engines.append(engine)  # type: ignore[arg-type]
     machine.order.deliver(engine)  # type: ignore[arg-type]
     machine.order.order(CreateBucket("b"))

@@ -11,7 +11,7 @@ from tests.tiering.shipping import TieredMachine, archived, tier_options
 from tests.tiering.test_shipper import fill, new_machine, values_in
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.failing_store import Fault
+from lowwater.chaos.failing_store import StoreFault
 from lowwater.errors import DiskFull, RetryError
 
 
@@ -80,7 +80,9 @@ def test_nothing_goes_that_does_not_count() -> None:
     machine.db.flush()
     server = machine.server
     server.fault = lambda each: (
-        Fault(error="unavailable") if each.kind == "write" and each.name.startswith("manifest/") else None
+        StoreFault(error="unavailable")
+        if each.kind == "write" and each.name.startswith("manifest/")
+        else None
     )
     machine.later(60)
     assert machine.db.marks().hwm > 0

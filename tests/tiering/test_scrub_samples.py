@@ -17,7 +17,7 @@ from tests.tiering.shipping import (
 from tests.tiering.test_shipper import fill, new_machine
 
 from lowwater.chaos.clock import VirtualClock
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation
 from lowwater.engine.format.ckpt import decode_checkpoint
 from lowwater.engine.format.entries import CreateBucket, Put
 from lowwater.tiering.memory_store import MemoryStore
@@ -45,9 +45,9 @@ def let_pass(machine: Any, looks: int) -> None:
         machine.idle(EVERY_S)
 
 
-def reads_of(machine: Any) -> list[Operation]:
+def reads_of(machine: Any) -> list[StoreOperation]:
     """Of those that are drawn; whose archive it is, is looked at more often."""
-    read: list[Operation] = []
+    read: list[StoreOperation] = []
     machine.server.fault = lambda each: (
         read.append(each) if each.kind == "read" and each.name.startswith(KINDS) else None
     )
@@ -161,11 +161,11 @@ def test_what_was_damaged_on_its_way_is_read_once_more() -> None:
     machine = scrubbed_machine()
     flipped: set[str] = set()
 
-    def flip_first(operation: Operation) -> Fault | None:
+    def flip_first(operation: StoreOperation) -> StoreFault | None:
         if operation.kind != "read" or operation.name in flipped or not operation.name.startswith(KINDS):
             return None
         flipped.add(operation.name)
-        return Fault(flip_bit=1000)
+        return StoreFault(flip_bit=1000)
 
     errors = machine.db.metrics().get_sample_value("storage_s3_shipping_errors_total")
     machine.server.fault = flip_first
@@ -195,11 +195,11 @@ def test_a_slow_store_is_read_less_often() -> None:
     machine = scrubbed_machine(clock=clock, servers=[FaultyStore(clock=clock)])
     times: list[float] = []
 
-    def slow(operation: Operation) -> Fault | None:
+    def slow(operation: StoreOperation) -> StoreFault | None:
         if operation.kind != "read" or not operation.name.startswith(("wal/", "data/", "manifest/0")):
             return None
         times.append(clock.monotonic())
-        return Fault(slow_s=60)
+        return StoreFault(slow_s=60)
 
     machine.server.fault = slow
     let_pass(machine, 200)

@@ -26,7 +26,7 @@ from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.memory_store import MemoryObjects, MemoryStore
 from lowwater.tiering.ship_checkpoints import CheckpointShipper
 from lowwater.tiering.shipped_blocks import ArchivedBlocks
-from lowwater.tiering.store import Found, Part
+from lowwater.tiering.store import FoundObject, Part
 from lowwater.tiering.verify import ObjectFile, verify_object
 
 
@@ -59,8 +59,8 @@ class StoppingStore(MemoryStore):
         data: bytes = self._do(lambda: MemoryStore.read(self, name, start, end))
         return data
 
-    def stat(self, name: str) -> Found:
-        found: Found = self._do(lambda: MemoryStore.stat(self, name))
+    def stat(self, name: str) -> FoundObject:
+        found: FoundObject = self._do(lambda: MemoryStore.stat(self, name))
         return found
 
 

@@ -21,7 +21,7 @@ from tests.tiering.shipping import (
 )
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation
 from lowwater.engine.format.entries import CreateBucket, Put, decode_payload
 from lowwater.errors import (
     Corrupt,
@@ -101,7 +101,7 @@ def test_ship_raises_what_is_in_the_way_of_a_checkpoint_and_so_does_an_alarm_lat
     fill(machine, 0, 100)
     machine.db.checkpoint()
     machine.server.fault = lambda operation: (
-        Fault(error="timed_out") if operation.name.startswith("data/") else None
+        StoreFault(error="timed_out") if operation.name.startswith("data/") else None
     )
     with pytest.raises(StoreUnavailable, match="no answer came in time"):
         machine.db.ship()
@@ -126,13 +126,13 @@ def test_an_upload_that_somebody_removed_is_no_failure() -> None:
     machine.db.checkpoint()
     seen: set[str] = set()
 
-    def gone_once(operation: Operation) -> Fault | None:
+    def gone_once(operation: StoreOperation) -> StoreFault | None:
         if operation.kind != "write" or not operation.name.startswith(("wal/", "data/")):
             return None
         if operation.name in seen:
             return None
         seen.add(operation.name)
-        return Fault(error="gone")
+        return StoreFault(error="gone")
 
     machine.server.fault = gone_once
     machine.db.ship()
@@ -382,7 +382,7 @@ def test_a_database_opens_and_writes_while_its_store_is_down() -> None:
 def test_what_is_wrong_with_a_store_is_told_before_anything_was_shipped_there() -> None:
     """And where something was, the database opens all the same."""
     machine = TieredMachine()
-    denied = Fault(error="denied")
+    denied = StoreFault(error="denied")
     machine.server.fault = lambda _: denied
     with pytest.raises(StoreDenied):
         machine.open()
@@ -507,8 +507,10 @@ def test_a_store_that_lies_about_success_raises_an_alarm() -> None:
     machine = new_machine()
     machine.db.ship()
 
-    def lie(operation: Operation) -> Fault | None:
-        return Fault(lost=True) if operation.kind == "write" and operation.name.startswith("wal/") else None
+    def lie(operation: StoreOperation) -> StoreFault | None:
+        return (
+            StoreFault(lost=True) if operation.kind == "write" and operation.name.startswith("wal/") else None
+        )
 
     machine.server.fault = lie
     hwm = machine.db.marks().hwm
@@ -529,9 +531,11 @@ def test_an_object_that_is_no_such_segment_is_no_reason_to_go_on() -> None:
     machine = new_machine()
     machine.db.ship()
 
-    def cut(operation: Operation) -> Fault | None:
+    def cut(operation: StoreOperation) -> StoreFault | None:
         is_segment = operation.kind == "write" and operation.name.startswith("wal/")
-        return Fault(kept_bytes=operation.size - 3, error="timed_out", after=True) if is_segment else None
+        return (
+            StoreFault(kept_bytes=operation.size - 3, error="timed_out", after=True) if is_segment else None
+        )
 
     machine.server.fault = cut
     hwm = machine.db.marks().hwm
@@ -657,11 +661,11 @@ def test_a_region_that_answers_and_takes_nothing_is_asked_less_and_less_often() 
     machine.db.ship()
     asked: list[str] = []
 
-    def refuse(operation: Operation) -> Fault | None:
+    def refuse(operation: StoreOperation) -> StoreFault | None:
         if operation.kind != "write" or not operation.name.startswith(MANIFESTS):
             return None
         asked.append(operation.name)
-        return Fault(error="unavailable")
+        return StoreFault(error="unavailable")
 
     machine.server.fault = refuse
     fill(machine, 50, 50)
@@ -718,7 +722,7 @@ def test_a_claim_or_a_manifest_that_was_taken_and_lost_is_missed(what: str) -> N
     machine = new_machine()
     written = fill(machine, 0, 50)
     machine.server.fault = lambda each: (
-        Fault(lost=True) if each.kind == "write" and each.name.startswith(what) else None
+        StoreFault(lost=True) if each.kind == "write" and each.name.startswith(what) else None
     )
     with pytest.raises(StoreCorrupt):
         machine.db.ship()

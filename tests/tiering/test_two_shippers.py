@@ -20,7 +20,7 @@ from tests.tiering.shipping import (
 )
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation
 from lowwater.engine.format.entries import CreateBucket, Delete, Put, Write
 from lowwater.engine.log.chain import checkpoint_entry
 from lowwater.engine.seams.real import RealRandomness
@@ -89,7 +89,7 @@ def test_two_shippers_stopped_and_resumed_at_every_operation_make_the_same_objec
         pair = Pair()
         at = pair.server.operations + number
 
-        def schedule(operation: Operation, pair: Pair = pair, at: int = at) -> Fault | None:
+        def schedule(operation: StoreOperation, pair: Pair = pair, at: int = at) -> StoreFault | None:
             if operation.number == at:
                 pair.server.fault = None
                 pair.idle(1)
@@ -180,7 +180,7 @@ def test_two_engines_that_are_fed_the_same_ship_the_same_whatever_happens_to_one
             machine.open()
         if number % 50 == 10:
             machine.server.fault = lambda _: (
-                Fault(error="timed_out", after=True) if rng.random() < 0.3 else None
+                StoreFault(error="timed_out", after=True) if rng.random() < 0.3 else None
             )
 
     objects = run(lambda *_: None)
@@ -199,7 +199,7 @@ def test_a_replica_has_what_another_recorded_however_many_checkpoints_came_since
     fill(order, 0, 40)
     for machine in machines:
         machine.later(15)
-    servers[1].fault = lambda _: Fault(error="timed_out")
+    servers[1].fault = lambda _: StoreFault(error="timed_out")
     recorded: list[int] = []
     for number in range(1, 6):
         fill(order, number * 100, 40)
@@ -271,7 +271,7 @@ def trace(seed: int) -> tuple[str, str, str]:
         options=tier_options(retention={"age_max_s": 20.0, "check_interval_s": 5.0}),
     )
     server.fault = lambda operation: (
-        Fault(error="timed_out", after=rng.random() < 0.5)
+        StoreFault(error="timed_out", after=rng.random() < 0.5)
         if operation.kind != "list" and rng.random() < 0.1
         else None
     )

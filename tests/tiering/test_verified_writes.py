@@ -10,7 +10,7 @@ from tests.tiering.shipping import archived, crashes, objects_of, shared
 from tests.tiering.test_shipper import fill, new_machine, values_in
 
 from lowwater.chaos.disk import SimulatedCrash
-from lowwater.chaos.failing_store import Fault, FaultyStore, Operation
+from lowwater.chaos.failing_store import FaultyStore, StoreFault, StoreOperation
 from lowwater.errors import DataError, StoreCorrupt
 from lowwater.tiering.checksums import Hashing, Sent, md5_of_base64, md5_of_etag
 from lowwater.tiering.memory_store import MemoryStore
@@ -23,15 +23,15 @@ EVERYTHING = ("cluster.cbor", "epochs/", "states/", "wal/", "manifest/", "checkp
 PACK = "data/packs/" + "ab" * 32 + ".pack"
 
 
-def flips(names: str, *, first: int = 10**9) -> Callable[[Operation], Fault | None]:
+def flips(names: str, *, first: int = 10**9) -> Callable[[StoreOperation], StoreFault | None]:
     """Of the objects whose names begin so, the first writes are kept with another bit."""
     left = [first]
 
-    def schedule(operation: Operation) -> Fault | None:
+    def schedule(operation: StoreOperation) -> StoreFault | None:
         if operation.kind != "write" or not operation.name.startswith(names) or not left[0]:
             return None
         left[0] -= 1
-        return Fault(flip_kept=operation.size * 4)
+        return StoreFault(flip_kept=operation.size * 4)
 
     return schedule
 
@@ -67,11 +67,11 @@ def test_an_upload_that_was_changed_on_its_way_and_never_answered_is_sent_again(
     """Nobody but this process has sent it, though it does not know that it has."""
     left = [1]
 
-    def fault(operation: Operation) -> Fault | None:
+    def fault(operation: StoreOperation) -> StoreFault | None:
         if operation.kind != "write" or not operation.name.startswith(names) or not left[0]:
             return None
         left[0] -= 1
-        return Fault(error="timed_out", after=True, flip_kept=operation.size * 4)
+        return StoreFault(error="timed_out", after=True, flip_kept=operation.size * 4)
 
     machine = new_machine(servers=[FaultyStore(fault=fault)])
     written = fill(machine, 0, 300)
@@ -218,10 +218,10 @@ def test_a_checksum_of_other_bytes_is_none() -> None:
     machine.db.checkpoint()
     read: set[str] = set()
 
-    def schedule(operation: Operation) -> Fault | None:
+    def schedule(operation: StoreOperation) -> StoreFault | None:
         if operation.kind == "read":
             read.add(operation.name)
-        return Fault(wrong_checksum=True) if operation.kind == "stat" else None
+        return StoreFault(wrong_checksum=True) if operation.kind == "stat" else None
 
     machine.server.fault = schedule
     machine.db.ship()

@@ -18,7 +18,7 @@ import pytest
 
 from lowwater.errors import Closed, InvalidEntry, NotFound
 from lowwater.tiering.checksums import Sent
-from lowwater.tiering.store import Found, Part, Store
+from lowwater.tiering.store import FoundObject, Part, Store
 from lowwater.tiering.verified_writes import write_verified
 
 # Opens the store of one place, again and again.
@@ -38,7 +38,7 @@ def put(store: Store, name: str, data: bytes) -> bool:
     return bool(store.write(name, [data], size=len(data)))
 
 
-def names(found: Iterator[Found]) -> list[str]:
+def names(found: Iterator[FoundObject]) -> list[str]:
     return [name for name, _ in found]
 
 
@@ -63,7 +63,7 @@ class StoreConformance:
         store = place()
         parts = [bytes([number]) * 5_000_000 for number in range(5)]
         assert store.write("a/unknown", iter(parts), size=None)
-        assert store.stat("a/unknown") == Found("a/unknown", 25_000_000)
+        assert store.stat("a/unknown") == FoundObject("a/unknown", 25_000_000)
         assert store.read("a/unknown") == b"".join(parts)
         assert not store.write("a/unknown", iter(parts), size=None)
         store.close()
@@ -72,7 +72,7 @@ class StoreConformance:
         """By its name, with its size, and by whoever opens the place."""
         assert put(store, "wal/1/segment", b"0123456789") is True
         assert store.read("wal/1/segment") == b"0123456789"
-        assert store.stat("wal/1/segment") == Found("wal/1/segment", 10)
+        assert store.stat("wal/1/segment") == FoundObject("wal/1/segment", 10)
 
     def test_another_process_sees_it(self, place: Place) -> None:
         """An object is in the store, not in the handle that wrote it."""
@@ -129,7 +129,7 @@ class StoreConformance:
     def test_an_object_may_be_empty(self, store: Store) -> None:
         """And is then there."""
         assert store.write("a", [], size=0)
-        assert store.stat("a") == Found("a", 0)
+        assert store.stat("a") == FoundObject("a", 0)
         assert store.read("a") == store.read("a", 3, 9) == b""
 
     def test_an_object_may_be_larger_than_a_part(self, store: Store) -> None:
@@ -197,7 +197,7 @@ class StoreConformance:
         assert store.copy("a/b", "c/ü d") is True
         assert store.copy("a/none", "c/none") is True
         other = place()
-        assert other.stat("c/ü d") == Found("c/ü d", 10)
+        assert other.stat("c/ü d") == FoundObject("c/ü d", 10)
         assert other.read("a/b") == other.read("c/ü d") == b"0123456789"
         assert other.read("c/none") == b""
         other.close()

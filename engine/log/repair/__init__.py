@@ -20,7 +20,7 @@ from lowwater.engine.log.check import Finding, Progress, check_directory_steps
 from lowwater.engine.log.directory import CURRENT, LOCK, typed_errors
 from lowwater.engine.log.footer import footer_steps
 from lowwater.engine.log.repair.damaged_log import load_source, open_candidate
-from lowwater.engine.log.repair.kept import Cut, KeptSegment, Plan, Planner
+from lowwater.engine.log.repair.kept import KeptSegment, LogCut, Planner, RepairPlan
 from lowwater.engine.log.repair.losses import Losses, Unconnected, find_losses
 from lowwater.engine.log.scan import READ_BYTES, scan_frames
 from lowwater.engine.log.walk import is_directory
@@ -41,7 +41,7 @@ class RepairReport:
     written: bool
     """Not in a dry run, nor where there was nothing to keep."""
     kept: list[KeptSegment]
-    cut: Cut | None
+    cut: LogCut | None
     torn_bytes: int
     losses: Losses = field(default_factory=Losses)
 
@@ -171,7 +171,7 @@ def _lock_source(files: Files, source: str) -> File | None:
 # ---------------------------------------------------------------------------- writing
 
 
-def _write_copy(files: Files, plan: Plan, target: str, temporary: str) -> Iterator[Progress]:
+def _write_copy(files: Files, plan: RepairPlan, target: str, temporary: str) -> Iterator[Progress]:
     files.make_directory(temporary)
     lock = _lock_copy(files, temporary)
     try:

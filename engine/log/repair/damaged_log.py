@@ -97,7 +97,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Source:
+class DamagedLog:
     """A log directory, or one segment, with all that may belong to the log."""
 
     path: str
@@ -108,8 +108,8 @@ class Source:
     """(path, why it is no segment)."""
 
 
-def load_source(files: Files, path: str) -> Source:
-    source = Source(path)
+def load_source(files: Files, path: str) -> DamagedLog:
+    source = DamagedLog(path)
     found: list[Candidate] = []
     if is_directory(files, path):
         with typed_errors(path, "read the log directory"):

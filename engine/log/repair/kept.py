@@ -27,7 +27,7 @@ from lowwater.engine.log.chain import Chain, why_not_next
 from lowwater.engine.log.directory import CURRENT, Segment, check_link, segment_name
 from lowwater.engine.log.footer import footer_steps
 from lowwater.engine.log.recover import begins_with_fork, chain_after_frames, inspect_current
-from lowwater.engine.log.repair.damaged_log import Candidate, Source, open_candidate, put_header_back
+from lowwater.engine.log.repair.damaged_log import Candidate, DamagedLog, open_candidate, put_header_back
 from lowwater.engine.log.salvage import TolerantFile
 from lowwater.engine.log.scan import READ_BYTES, Scan, scan_frames
 from lowwater.engine.seams.seams import Files
@@ -53,7 +53,7 @@ class KeptSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LogCut:
     """Where the log ends because of damage."""
 
     path: str
@@ -62,9 +62,9 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Plan:
+class RepairPlan:
     kept: list[KeptSegment] = field(default_factory=list)
-    cut: Cut | None = None
+    cut: LogCut | None = None
     torn_bytes: int = 0
     unused: list[Candidate] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ class Plan:
 
 
 class Planner:
-    def __init__(self, files: Files, source: Source) -> None:
+    def __init__(self, files: Files, source: DamagedLog) -> None:
         self._files = files
         self._source = source
         self._rest = list(source.candidates)
@@ -95,9 +95,9 @@ class Planner:
         self._before: Segment | None = None
         self._chain = Chain()
         self._ended = False
-        self.plan = Plan()
+        self.plan = RepairPlan()
 
-    def steps(self) -> Generator[Candidate, None, Plan]:
+    def steps(self) -> Generator[Candidate, None, RepairPlan]:
         """Yields each file that was read."""
         for candidate in self._beginning():
             if not self._ended:
@@ -138,7 +138,7 @@ class Planner:
             if not self.plan.is_foreign(candidate):
                 # The log is known to go on, and does not from here.
                 problem = self._link_problem(candidate) or "the segment does not follow"
-                self._end(Cut(candidate.path, None, problem))
+                self._end(LogCut(candidate.path, None, problem))
                 break
         return None
 
@@ -168,13 +168,13 @@ class Planner:
 
     # ------------------------------------------------------------------ what of it is kept
 
-    def _end(self, cut: Cut | None) -> None:
+    def _end(self, cut: LogCut | None) -> None:
         self._ended = True
         self.plan.cut = cut
 
     def _take(self, candidate: Candidate) -> None:
         if candidate.header is None and not self._put_header_back(candidate):
-            self._end(Cut(candidate.path, 0, candidate.header_problem))
+            self._end(LogCut(candidate.path, 0, candidate.header_problem))
             return
         header = candidate.header
         assert header is not None
@@ -182,7 +182,7 @@ class Planner:
             scan = scan_frames(file, header, stop=candidate.frames_stop)
             misfit = self._misfit(file, header, scan)
             if misfit is not None:
-                self._end(Cut(candidate.path, 0, misfit))
+                self._end(LogCut(candidate.path, 0, misfit))
             elif scan.complete:
                 self._take_whole(candidate, file, header, scan)
             else:
@@ -206,7 +206,7 @@ class Planner:
                 footer_steps(file, scan.positions, scan.end, block_bytes=header.block_bytes)
             )
         except Corrupt as error:
-            self._end(Cut(candidate.path, error.offset, error.message))
+            self._end(LogCut(candidate.path, error.offset, error.message))
             return
         is_good = _ends_with(file, candidate, footer + trailer.encode(), scan.end)
         done = [] if is_good else ["sealed" if candidate.is_unsealed else "footer built again"]
@@ -228,7 +228,7 @@ class Planner:
     def _take_beginning(self, candidate: Candidate, file: TolerantFile, scan: Scan) -> None:
         """The log ends in this segment: it is the one being written, or it is damaged."""
         what = scan.problem or "the file ends before the segment does"
-        cut: Cut | None = Cut(candidate.path, scan.end, what)
+        cut: LogCut | None = LogCut(candidate.path, scan.end, what)
         done = ["cut"]
         if candidate.is_current or (candidate.named is None and candidate.trailer is None):
             # Nothing says that there was more of it, unless this does.
@@ -240,7 +240,7 @@ class Planner:
                     self.plan.torn_bytes = candidate.file_bytes - scan.end
                     done = ["torn write removed"]
             except Corrupt as error:
-                cut = Cut(candidate.path, error.offset, error.message)
+                cut = LogCut(candidate.path, error.offset, error.message)
         if scan.positions:
             self._keep(candidate, scan, CURRENT, None, done, footer_is_good=False)
         self._end(cut)

@@ -12,8 +12,8 @@ from itertools import groupby
 
 from lowwater.engine.format.format import HEADER_BYTES, SEQ_MAX
 from lowwater.engine.log.reader import SealedReader
-from lowwater.engine.log.repair.damaged_log import Candidate, Source, open_candidate
-from lowwater.engine.log.repair.kept import Plan
+from lowwater.engine.log.repair.damaged_log import Candidate, DamagedLog, open_candidate
+from lowwater.engine.log.repair.kept import RepairPlan
 from lowwater.engine.log.salvage import Frame, salvage_frames
 from lowwater.engine.seams.seams import Files
 from lowwater.errors import DataError
@@ -40,7 +40,7 @@ class Losses:
     """(path, why) of files that have nothing that is missing in the copy."""
 
 
-def find_losses(files: Files, source: Source, plan: Plan) -> Losses:
+def find_losses(files: Files, source: DamagedLog, plan: RepairPlan) -> Losses:
     """Reads every file that was not kept, and the rest of the one that was cut."""
     losses = Losses(left_out=list(source.others))
     vouched = [source.hint.durable_seq] if source.hint is not None else []

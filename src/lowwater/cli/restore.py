@@ -10,7 +10,7 @@ import lowwater
 from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import LocalPath, end_on_sigterm, json_option, print_json, progress_bars, size, time
 from lowwater.recovery.restore import Restored
-from lowwater.recovery.restore_plan import Plan, plan
+from lowwater.recovery.restore_plan import RestorePlan, plan
 
 WHAT = {
     "references": "pages, as references",
@@ -58,7 +58,7 @@ def restore(
     _print_done(done, as_json=as_json)
 
 
-def _print_plan(found: Plan, *, as_json: bool) -> None:
+def _print_plan(found: RestorePlan, *, as_json: bool) -> None:
     if as_json:
         print_json(found._asdict())
         return

@@ -12,7 +12,7 @@ import click
 from lowwater.cli.database.opened import opened
 from lowwater.cli.log.dump import Moment
 from lowwater.cli.output import LIMIT, LocalPath, json_option, size, standard_output, time, visible
-from lowwater.engine.database.reads import Reading
+from lowwater.engine.database.reads import Reads
 from lowwater.engine.format.records import Head
 
 
@@ -51,7 +51,7 @@ def ls(
 
 
 def _found(
-    db: Reading, bucket: str, prefix: str, delimiter: str | None, at: int | None
+    db: Reads, bucket: str, prefix: str, delimiter: str | None, at: int | None
 ) -> Iterator[Head | str]:
     """Keys and prefixes, page by page, those of a page in one order."""
     start_after: str | None = None

@@ -13,7 +13,7 @@ from lowwater.cli.output import end_on_sigterm
 from lowwater.config import Config
 from lowwater.engine.database.database import Database
 from lowwater.engine.database.origin import ORIGIN, RESTORING, log_directory_of, read_origin
-from lowwater.engine.database.reads import Reading
+from lowwater.engine.database.reads import Reads
 from lowwater.engine.log.directory import typed_errors
 from lowwater.engine.log.ownership import read_owner
 from lowwater.engine.log.recover import has_begun
@@ -43,7 +43,7 @@ def opened_to_write(
 
 
 @contextmanager
-def opened(ctx: click.Context, path: str) -> Iterator[Reading]:
+def opened(ctx: click.Context, path: str) -> Iterator[Reads]:
     """The same to read, also where an orchestrator feeds it: nothing is appended to a log that is fed."""
     origin = read_origin(RealFiles(), path)
     if origin is not None and not origin.is_clone and not origin.is_continued:

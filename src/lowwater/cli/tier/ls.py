@@ -10,7 +10,7 @@ from lowwater.cli.output import json_option, new_table, number, print_json, prin
 from lowwater.cli.tier.opened import opened_store
 from lowwater.errors import NotFound
 from lowwater.tiering.names import ObjectName, parse
-from lowwater.tiering.store import Found
+from lowwater.tiering.store import FoundObject
 
 TYPES = ("cluster", "epoch", "state", "segment", "manifest", "chunk", "checkpoint", "pack", "other")
 
@@ -26,7 +26,7 @@ def ls(ctx: click.Context, uri: str, kinds: tuple[str, ...], as_list: bool, as_j
 
     That an object is listed is no proof that it counts, or that it is sound: `lowwater scrub` tells that.
     """
-    listed: list[tuple[Found, str, ObjectName | None]] = []
+    listed: list[tuple[FoundObject, str, ObjectName | None]] = []
     totals: dict[str, list[int]] = {}
     with opened_store(ctx, uri) as store:
         is_empty = True
@@ -58,7 +58,7 @@ def ls(ctx: click.Context, uri: str, kinds: tuple[str, ...], as_list: bool, as_j
 
 
 def _as_json(
-    uri: str, totals: dict[str, list[int]], listed: list[tuple[Found, str, ObjectName | None]] | None
+    uri: str, totals: dict[str, list[int]], listed: list[tuple[FoundObject, str, ObjectName | None]] | None
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "uri": uri,
@@ -73,7 +73,7 @@ def _as_json(
     return document
 
 
-def _object_as_json(found: Found, kind: str, parsed: ObjectName | None) -> dict[str, Any]:
+def _object_as_json(found: FoundObject, kind: str, parsed: ObjectName | None) -> dict[str, Any]:
     """What its name says; null where it says nothing of the kind."""
     return {
         "name": found.name,
