@@ -65,6 +65,34 @@ def test_no_module_is_imported_by_the_name_of_its_folder() -> None:
                 assert name.split(".")[0] not in FUTURE_LAYERS, f"{path}:{node.lineno} imports bare {name}"
 
 
+def _ours() -> Iterator[tuple[Path, ast.Module]]:
+    for path, tree in sources(*LAYERS):
+        if "testing" not in path.parts and path.name != "__init__.py":
+            yield path, tree
+    for path in sorted(PACKAGE.glob("*.py")):
+        if path.name != "__init__.py":
+            yield path.relative_to(ROOT), ast.parse(path.read_bytes(), path)
+
+
+def test_no_file_name_stands_in_two_folders() -> None:
+    """The command line's files are named after commands."""
+    by_name: dict[str, list[str]] = {}
+    for path, _ in _ours():
+        by_name.setdefault(path.name, []).append(str(path))
+    assert len(by_name) > 150
+    assert [paths for paths in by_name.values() if len(paths) > 1] == []
+
+
+def test_no_class_name_stands_in_two_modules() -> None:
+    by_name: dict[str, list[str]] = {}
+    for path, tree in _ours():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                by_name.setdefault(node.name, []).append(str(path))
+    assert len(by_name) > 400
+    assert {name: paths for name, paths in by_name.items() if len(paths) > 1} == {}
+
+
 def test_the_engine_opens_no_file_by_itself() -> None:
     """A file that is opened past the seams is one that the crash tests cannot lose."""
     for path, tree in sources("engine"):
