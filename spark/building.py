@@ -24,11 +24,11 @@ from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint
 from lowwater.engine.checkpoint.content import list_boundaries, lists_of
 from lowwater.engine.checkpoint.packing import Described, Packed, Packing
 from lowwater.engine.format.blocks import HASH_BYTES, NO_HASH, encode_list, hash_of, root_of
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.ckpt import Checkpoint, ListEntry, encode_checkpoint, pack_header
 from lowwater.engine.format.entries import decode_payload
 from lowwater.engine.format.format import FRAME_BYTES, Kind
 from lowwater.engine.format.moments import require_seq
-from lowwater.engine.format.pages import Boundaries
 from lowwater.engine.log.chain import Creation
 from lowwater.engine.seams.real import RealClock
 from lowwater.engine.state.catalogue import CheckpointDescriptor, describe_checkpoint

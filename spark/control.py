@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from lowwater.engine.format import format
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import Boundaries
 from lowwater.engine.format.request_id import NUMBER_MAX, request_of_word
 from lowwater.engine.log.chain import Creation
 from lowwater.engine.pages.memory_pages import MemoryPages

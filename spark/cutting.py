@@ -28,7 +28,9 @@ from lowwater.engine.format.blocks import (
     encode_rows,
     hash_of,
 )
-from lowwater.engine.format.pages import PAGE_KEY_BYTES, REFERENCE, Boundaries, page_key
+from lowwater.engine.format.boundaries import Boundaries
+from lowwater.engine.format.keys import PAGE_KEY_BYTES, page_key
+from lowwater.engine.format.page import REFERENCE
 from lowwater.spark.entry_columns import as_arrow
 
 BLOCK_TYPES = {

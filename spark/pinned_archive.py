@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowwater.engine.format.entries import decode_payload
 from lowwater.engine.format.format import FRAME_BYTES, Kind
+from lowwater.engine.format.keys import KEY_END, after_prefix, encode_key
 from lowwater.engine.format.moments import require_seq, time_us_of
-from lowwater.engine.format.pages import KEY_END, after_prefix, encode_key
 from lowwater.engine.seams.real import RealClock
 from lowwater.engine.state.catalogue import CheckpointDescriptor
 from lowwater.engine.state.state import LOWEST

@@ -22,7 +22,8 @@ from blake3 import blake3
 from lowwater.engine.format.blocks import LARGE, Place, Rows
 from lowwater.engine.format.entries import decode_payload
 from lowwater.engine.format.format import FRAME_BYTES
-from lowwater.engine.format.pages import BUCKET, REFERENCE, decode_key, encode_key
+from lowwater.engine.format.keys import decode_key, encode_key
+from lowwater.engine.format.page import BUCKET, REFERENCE
 from lowwater.engine.state.catalogue import CheckpointDescriptor, SegmentDescriptor
 from lowwater.errors import Corrupt
 from lowwater.spark import replay

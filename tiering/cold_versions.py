@@ -29,7 +29,7 @@ from lowwater.engine.checkpoint.checkpoints import CheckpointRow
 from lowwater.engine.format import format
 from lowwater.engine.format.entries import Entry, decode_body, decode_frames, decode_payload
 from lowwater.engine.format.format import FRAME_BYTES, Flag, Kind
-from lowwater.engine.format.pages import decode_key, encode_key
+from lowwater.engine.format.keys import decode_key, encode_key
 from lowwater.engine.format.records import Object
 from lowwater.engine.log.log import Log
 from lowwater.engine.log.reader import read_chunks

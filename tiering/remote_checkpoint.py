@@ -18,7 +18,7 @@ from lowwater.engine.checkpoint.content import KnownBlocks
 from lowwater.engine.format.blocks import HINT as REMOVE_HINT
 from lowwater.engine.format.blocks import KnownColumns, hash_of
 from lowwater.engine.format.ckpt import Checkpoint, ListEntry, decode_named
-from lowwater.engine.format.pages import encode_key, page_key
+from lowwater.engine.format.keys import encode_key, page_key
 from lowwater.engine.state.catalogue import CheckpointDescriptor
 from lowwater.errors import Corrupt, DataError, LowwaterError, NotFound
 from lowwater.tiering.fetcher import FETCH_BYTES, Fetcher

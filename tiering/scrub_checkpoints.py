@@ -13,9 +13,10 @@ from typing import NamedTuple
 from lowwater.engine.checkpoint.check_checkpoints import why_misplaced
 from lowwater.engine.checkpoint.checkpoints import CheckpointRow
 from lowwater.engine.checkpoint.content import KnownBlocks, list_boundaries
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.ckpt import Checkpoint, ListEntry
 from lowwater.engine.format.format import HEADER_BYTES, SegmentHeader
-from lowwater.engine.format.pages import Boundaries, encode_key
+from lowwater.engine.format.keys import encode_key
 from lowwater.engine.log.recover import creation_of
 from lowwater.engine.seams.real import RealClock
 from lowwater.engine.state.catalogue import CheckpointDescriptor

@@ -12,7 +12,7 @@ from lowwater.engine.checkpoint.checkpoints import PACKS_DIRECTORY, Checkpoints,
 from lowwater.engine.checkpoint.content import IsBoundary
 from lowwater.engine.format.blocks import Listed, hash_of, require
 from lowwater.engine.format.ckpt import PACK_HEADER, PACK_MAGIC, pack_name
-from lowwater.engine.format.pages import PAGE_KEY_BYTES, encode_key, page_key
+from lowwater.engine.format.keys import PAGE_KEY_BYTES, encode_key, page_key
 from lowwater.engine.log.check import Finding
 from lowwater.engine.log.directory import typed_errors
 from lowwater.engine.seams.seams import Files

@@ -45,7 +45,8 @@ from lowwater.engine.format.ckpt import (
     pack_name,
     parse_name,
 )
-from lowwater.engine.format.pages import BUCKET, REFERENCE, decode_key
+from lowwater.engine.format.keys import decode_key
+from lowwater.engine.format.page import BUCKET, REFERENCE
 from lowwater.engine.log.directory import local_path, typed_errors
 from lowwater.engine.seams.failpoints import Failpoint
 from lowwater.engine.seams.seams import File, Files, write_all

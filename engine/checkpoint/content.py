@@ -36,18 +36,16 @@ from lowwater.engine.format.blocks import (
     root_of,
     rows_block,
 )
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.format import encode_metadata
-from lowwater.engine.format.pages import (
+from lowwater.engine.format.keys import KEY_END, PAGE_KEY_BYTES, page_key
+from lowwater.engine.format.page import (
     BUCKET,
-    KEY_END,
-    PAGE_KEY_BYTES,
     REFERENCE,
     TOMBSTONE,
-    Boundaries,
     DataPage,
     StoredColumns,
     decode_page,
-    page_key,
     stored_columns,
     stored_seq,
 )

@@ -19,8 +19,9 @@ from operator import lt
 
 from lowwater.engine.checkpoint.leaving import FIRST_KEY
 from lowwater.engine.format.blocks import KnownColumns
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.ckpt import Checkpoint
-from lowwater.engine.format.pages import Boundaries, encode_page
+from lowwater.engine.format.page import encode_page
 from lowwater.engine.format.references import decode_reference, encode_references
 from lowwater.engine.pages.pagestore import PageStore
 from lowwater.engine.state.away import BlockSource, read_away

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from itertools import islice
 
 from lowwater.engine.checkpoint.content import Base, KnownBlocks
-from lowwater.engine.format.pages import REFERENCE, decode_page, swept
+from lowwater.engine.format.page import REFERENCE, decode_page
 from lowwater.engine.format.records import VALUE_PLACE
 from lowwater.engine.format.references import (
     REFERENCE_BYTES,
@@ -27,6 +27,7 @@ from lowwater.engine.format.references import (
     is_reference,
     reference_to,
 )
+from lowwater.engine.pages.merging import swept
 from lowwater.engine.seams.failpoints import Failpoint
 from lowwater.engine.state.state import State
 from lowwater.errors import LowwaterError

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowwater.engine.format.pages import KEY_END, DataPage
+from lowwater.engine.format.keys import KEY_END
+from lowwater.engine.format.page import DataPage
 from lowwater.engine.format.records import Record
 from lowwater.engine.state.ranges import Range
 from lowwater.engine.state.state import State

@@ -11,7 +11,7 @@ from lowwater.engine.checkpoint.check_checkpoints import check_checkpoints
 from lowwater.engine.checkpoint.content import list_boundaries
 from lowwater.engine.database.check_opening import check_opening
 from lowwater.engine.database.opening import PAGES_DIRECTORY
-from lowwater.engine.format.pages import Boundaries
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.log.check import Finding, check_directory, require_log
 from lowwater.engine.log.describe import describe_log
 from lowwater.engine.log.directory import cluster_id_in

@@ -29,10 +29,10 @@ from lowwater.engine.database.tier import OlderVersions, ShippingStatus, Tier
 from lowwater.engine.database.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.flush.flush import Flusher
 from lowwater.engine.format import format
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.entries import Control, Entry, decode_body
 from lowwater.engine.format.format import Kind
 from lowwater.engine.format.moments import require_seq, timeout_of
-from lowwater.engine.format.pages import Boundaries
 from lowwater.engine.format.records import VALUE_PLACE, Marks
 from lowwater.engine.log.chain import Chain, checkpoint_entry, seal_entry
 from lowwater.engine.log.check import Finding

@@ -33,8 +33,8 @@ from lowwater.engine.format.before_images import find_images, with_images
 from lowwater.engine.format.entries import Control, Copy, CreateBucket, Delete, DeleteBucket, Put
 from lowwater.engine.format.fast import IS_COMPILED
 from lowwater.engine.format.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, Extras, Kind
+from lowwater.engine.format.keys import after_prefix
 from lowwater.engine.format.moments import duration_us, timeout_of
-from lowwater.engine.format.pages import after_prefix
 from lowwater.engine.format.records import Unread, put_record
 from lowwater.engine.log.chain import Chain, seal_entry
 from lowwater.engine.log.log import Log, LogOptions, Seams, wanted_settings

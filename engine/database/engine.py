@@ -31,9 +31,9 @@ from lowwater.engine.database.redo import Progress
 from lowwater.engine.database.upkeep import Upkeep
 from lowwater.engine.format import format
 from lowwater.engine.format.before_images import find_images, with_images
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.entries import Abort, Begin, Commit, Control, Copy, Write, decode_payload
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import Boundaries
 from lowwater.engine.format.request_id import RequestId
 from lowwater.engine.log.chain import CLUSTER_ID_BYTES, SALT_BYTES, Create, Creation, LogSettings
 from lowwater.engine.log.log import Log, LogOptions, Seams

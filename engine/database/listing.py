@@ -13,7 +13,7 @@ from typing import Any
 
 from lowwater.engine.format import format
 from lowwater.engine.format.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX
-from lowwater.engine.format.pages import after_prefix, encode_key
+from lowwater.engine.format.keys import after_prefix, encode_key
 from lowwater.engine.format.records import Head, Object, Page
 from lowwater.errors import InputError
 

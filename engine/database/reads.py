@@ -21,8 +21,9 @@ from lowwater.engine.database.listing import LIMIT_DEFAULT, Listing, as_text, he
 from lowwater.engine.database.tier import OlderVersions
 from lowwater.engine.format import format
 from lowwater.engine.format.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX, ValueRef
+from lowwater.engine.format.keys import after_prefix, encode_key
 from lowwater.engine.format.moments import At, require_seq, time_us_of, timeout_of
-from lowwater.engine.format.pages import REFERENCE, after_prefix, encode_key
+from lowwater.engine.format.page import REFERENCE
 from lowwater.engine.format.records import VALUE_PLACE, Head, Object, Page, PlaceReader, Unread
 from lowwater.engine.log.check import Finding
 from lowwater.engine.state.away import PageAway

@@ -26,7 +26,7 @@ from lowwater.engine.database.open_transactions import Held
 from lowwater.engine.format import format
 from lowwater.engine.format.before_images import image_bytes
 from lowwater.engine.format.entries import Delete, Put, as_bytes
-from lowwater.engine.format.pages import after_prefix, encode_key
+from lowwater.engine.format.keys import after_prefix, encode_key
 from lowwater.engine.format.records import Object, Page, PlaceReader, Unread
 from lowwater.engine.state.decide import TXN_BYTES_MAX, TXN_ENTRIES_MAX
 from lowwater.errors import Closed, Conflict, InputError, LimitExceeded, NotFound, TransactionEnded

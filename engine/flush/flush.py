@@ -23,7 +23,7 @@ from itertools import chain, islice, pairwise, repeat
 from typing import NamedTuple
 
 from lowwater.engine.format.fast import IS_COMPILED, merge_range
-from lowwater.engine.format.pages import TOMBSTONE, DataPage, encode_page, stored_bytes, stored_page
+from lowwater.engine.format.page import TOMBSTONE, DataPage, encode_page, stored_bytes, stored_page
 from lowwater.engine.format.records import PageVersion, page_version
 from lowwater.engine.pages.merging import Merged, Rules, merge_changes
 from lowwater.engine.seams.failpoints import Failpoint

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lowwater.engine.format import format
 from lowwater.engine.format.format import FIXED_BYTES, Flag, Kind
-from lowwater.engine.format.pages import REFERENCE, TOMBSTONE
+from lowwater.engine.format.page import REFERENCE, TOMBSTONE
 from lowwater.engine.format.records import VALUE_PLACE, PageVersion, encoded_key_of, make_record, page_version
 from lowwater.errors import Corrupt, NewerVersion
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from blake3 import blake3
 
-from lowwater.engine.format.pages import BUCKET, REFERENCE
+from lowwater.engine.format.page import BUCKET, REFERENCE
 from lowwater.errors import Corrupt, NewerVersion, NotLowwater
 
 T = TypeVar("T", bound=tuple[Any, ...])

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from lowwater.engine.format import format
 from lowwater.engine.format.format import FIXED_BYTES, FRAME_BYTES, Flag, Kind
-from lowwater.engine.format.pages import BUCKET, REFERENCE, TOMBSTONE, UNSTAMPED
+from lowwater.engine.format.page import BUCKET, REFERENCE, TOMBSTONE, UNSTAMPED
 
 _unpack_fixed = format.FIXED.unpack_from
 _new = tuple.__new__

@@ -34,7 +34,8 @@ from lowwater.engine.format.blocks import (
     hash_of,
 )
 from lowwater.engine.format.ckpt import pack_name
-from lowwater.engine.format.pages import BUCKET, REFERENCE, DataPage, encode_page, page_key, stored_page
+from lowwater.engine.format.keys import page_key
+from lowwater.engine.format.page import BUCKET, REFERENCE, DataPage, encode_page, stored_page
 from lowwater.engine.format.records import VALUE_PLACE
 from lowwater.engine.seams.checksum import crc32
 from lowwater.errors import Corrupt, DataError, NewerVersion

@@ -12,16 +12,8 @@ from typing import NamedTuple
 
 from lowwater.engine.format.blocks import Place
 from lowwater.engine.format.format import decode_metadata
-from lowwater.engine.format.pages import (
-    BUCKET,
-    KEY_END,
-    REFERENCE,
-    TOMBSTONE,
-    UNSTAMPED,
-    DataPage,
-    decode_key,
-    decode_page,
-)
+from lowwater.engine.format.keys import KEY_END, decode_key
+from lowwater.engine.format.page import BUCKET, REFERENCE, TOMBSTONE, UNSTAMPED, DataPage, decode_page
 from lowwater.engine.format.records import VALUE_PLACE
 from lowwater.engine.format.references import decode_reference, is_reference
 from lowwater.engine.pages.pagestore import PageStore

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from lowwater.engine.format.ckpt import pack_name
-from lowwater.engine.format.pages import DataPage
+from lowwater.engine.format.page import DataPage
 from lowwater.engine.format.references import Reference, decode_reference, page_of_block
 from lowwater.engine.log.tickets import again
 from lowwater.engine.seams.interrupts import busy, is_in_handler, to_the_end

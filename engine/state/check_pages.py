@@ -11,17 +11,9 @@ from itertools import chain, pairwise
 
 from blake3 import blake3
 
-from lowwater.engine.format.pages import (
-    BUCKET,
-    KEY_END,
-    REFERENCE,
-    TOMBSTONE,
-    Boundaries,
-    DataPage,
-    decode_key,
-    decode_page,
-    page_key,
-)
+from lowwater.engine.format.boundaries import Boundaries
+from lowwater.engine.format.keys import KEY_END, decode_key, page_key
+from lowwater.engine.format.page import BUCKET, REFERENCE, TOMBSTONE, DataPage, decode_page
 from lowwater.engine.format.records import VALUE_PLACE, PlaceReader
 from lowwater.engine.format.references import Reference, decode_reference, is_reference
 from lowwater.engine.log.check import Finding

@@ -12,7 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
-from lowwater.engine.format.pages import DataPage
+from lowwater.engine.format.page import DataPage
 from lowwater.engine.state.ranges import Layout
 
 # What a page costs besides its bytes, and each of its rows, by its place among the keys and its tag.

@@ -28,7 +28,7 @@ from lowwater.engine.format.entries import (
     Put,
 )
 from lowwater.engine.format.format import KEY_BYTES_MAX, Kind
-from lowwater.engine.format.pages import after_prefix, bucket_range, encode_key
+from lowwater.engine.format.keys import after_prefix, bucket_range, encode_key
 from lowwater.engine.format.request_id import RequestId
 from lowwater.engine.log.chain import Chain
 from lowwater.engine.state import sessions

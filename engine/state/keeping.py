@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
-from lowwater.engine.format.pages import UNSTAMPED, DataPage
+from lowwater.engine.format.page import UNSTAMPED, DataPage
 from lowwater.engine.format.records import Record, seq_of
 from lowwater.errors import VersionGone
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 
-from lowwater.engine.format.pages import DataPage
+from lowwater.engine.format.page import DataPage
 from lowwater.engine.format.records import Record, is_transactional, seq_of, transaction_of
 
 Records = dict[bytes, Record]

@@ -29,18 +29,12 @@ from weakref import ref
 import cbor2
 
 from lowwater.engine.format import format
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.entries import decode_body, decode_payload
 from lowwater.engine.format.fast import Begun, Superseded, put_changes
 from lowwater.engine.format.format import Flag, Kind
-from lowwater.engine.format.pages import (
-    REFERENCE,
-    TOMBSTONE,
-    UNSTAMPED,
-    Boundaries,
-    DataPage,
-    decode_page,
-    encode_key,
-)
+from lowwater.engine.format.keys import encode_key
+from lowwater.engine.format.page import REFERENCE, TOMBSTONE, UNSTAMPED, DataPage, decode_page
 from lowwater.engine.format.records import (
     Object,
     PageVersion,

@@ -23,7 +23,7 @@ import cbor2
 from lowwater.engine.format import format
 from lowwater.engine.format.entries import decode_body, decode_payload
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import UNSTAMPED, DataPage
+from lowwater.engine.format.page import UNSTAMPED, DataPage
 from lowwater.engine.format.records import (
     PageVersion,
     Record,

@@ -38,10 +38,10 @@ from lowwater.engine.database.database import Database, EngineOptions
 from lowwater.engine.database.opening import open_with
 from lowwater.engine.database.upkeep import KEEP_AS_IT_IS, VersionPolicy
 from lowwater.engine.flush import flush
-from lowwater.engine.format import pages
+from lowwater.engine.format import page as page_format
 from lowwater.engine.format.ckpt import pack_name
 from lowwater.engine.format.entries import Delete, Put, decode_body
-from lowwater.engine.format.pages import decode_page
+from lowwater.engine.format.page import decode_page
 from lowwater.engine.format.records import Head, Object, Page, is_transactional, transaction_of
 from lowwater.engine.format.references import decode_reference, is_reference
 from lowwater.engine.log.chain import create_entry
@@ -503,11 +503,11 @@ class Machine:
         return contents
 
 
-def page_of(db: Any, key: bytes, data: bytes) -> pages.DataPage:
+def page_of(db: Any, key: bytes, data: bytes) -> page_format.DataPage:
     """A page as the store has it, or as its reference says."""
     if not is_reference(data):
         return decode_page(data, key)
-    found: pages.DataPage = db._state.away.read(key, data)
+    found: page_format.DataPage = db._state.away.read(key, data)
     assert found.seq == decode_reference(data, key).page_seq
     return found
 

@@ -13,8 +13,10 @@ from random import Random
 import pytest
 
 from lowwater.engine.format import format
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import Boundaries, DataPage, decode_page, encode_key, encode_page
+from lowwater.engine.format.keys import encode_key
+from lowwater.engine.format.page import DataPage, decode_page, encode_page
 from lowwater.engine.format.records import make_record
 from lowwater.engine.pages.memory_pages import MemoryPages
 from lowwater.engine.seams.trim import Trimmer, _malloc_trim

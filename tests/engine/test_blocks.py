@@ -40,7 +40,7 @@ from lowwater.engine.format.ckpt import (
     encode_checkpoint,
     name_of,
 )
-from lowwater.engine.format.pages import BUCKET, REFERENCE
+from lowwater.engine.format.page import BUCKET, REFERENCE
 from lowwater.errors import Corrupt, LowwaterError, NewerVersion, NotLowwater
 
 CHECKPOINT_MD = Path(__file__).parent.parent.parent / "docs" / "CHECKPOINT.md"

@@ -28,9 +28,8 @@ from tests.engine.transaction_model import Written
 
 from lowwater.chaos.disk import SimulatedCrash
 from lowwater.chaos.survival import SURVIVALS, Survival
-from lowwater.engine.format import pages
 from lowwater.engine.format.entries import Delete, Put
-from lowwater.engine.format.pages import DataPage
+from lowwater.engine.format.page import DataPage
 from lowwater.engine.pages import merging
 from lowwater.engine.state.ranges import Range
 from lowwater.errors import LowwaterError
@@ -515,7 +514,7 @@ def test_layouts_that_are_no_longer_in_force_leave_memory() -> None:
 
 def test_the_model_itself_finds_a_page_that_claims_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checker that has never failed proves nothing."""
-    real = pages.merge
+    real = merging.merge
 
     def claims_more(*arguments: Any, **named: Any) -> list[tuple[bytes, DataPage]]:
         merged = real(*arguments, **named)

@@ -33,17 +33,18 @@ from lowwater.engine.database.core import EngineOptions
 from lowwater.engine.database.database import Database
 from lowwater.engine.database.opening import open_with
 from lowwater.engine.flush import flush
-from lowwater.engine.format import fast, format, pages
+from lowwater.engine.format import fast, format, keys
+from lowwater.engine.format import page as page_format
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.fast import Begun, MergedRange, PutFrames, Superseded
 from lowwater.engine.format.format import FIXED_BYTES, FRAME_BYTES, U32, Extras, Kind, ValueRef
-from lowwater.engine.format.pages import (
+from lowwater.engine.format.keys import encode_key
+from lowwater.engine.format.page import (
     BUCKET,
     TOMBSTONE,
     UNSTAMPED,
-    Boundaries,
     DataPage,
     decode_page,
-    encode_key,
     encode_page,
     stored_bytes,
 )
@@ -435,7 +436,7 @@ def merge_step_by_step(given: Given, older: Older | None = None, *, at_once: int
             continue
         key = page_keys[index] if index >= 0 else low
         steps = merge_changes(
-            pages.decode_page(stored[index], key) if index >= 0 else None,
+            page_format.decode_page(stored[index], key) if index >= 0 else None,
             key,
             changed[start:end],
             records,
@@ -470,7 +471,7 @@ def record_of(
     place: tuple[int, int] = (7, 128),
 ) -> Record:
     """The record of a frame, as the state makes it."""
-    bucket, name = pages.decode_key(key)
+    bucket, name = keys.decode_key(key)
     payload = format.encode_payload(
         kind, bucket, name, metadata, value, time_us=seq % 1000, origin=3, extras=extras
     )
@@ -609,7 +610,7 @@ def test_what_is_merged_at_random_is_of_all_kinds() -> None:
                 emptied += index >= 0 and not parts
                 below_first += index < 0 and bool(given[2])
                 divided += index >= 0 and len(parts) > 1
-                references += sum(any(pages.stored_page(data).flags) for _, data in parts)
+                references += sum(any(page_format.stored_page(data).flags) for _, data in parts)
             several += len(made[2]) > 1
             world.adopt(given, made)
     assert min(emptied, below_first, divided, several, references) > 10
@@ -869,7 +870,7 @@ def test_a_large_value_of_any_size_has_the_hash_that_blake3_computes() -> None:
         record = record_of(1, key, value, inline_bytes_max=0, place=(2**64 - 1, 2**32 - 1))
         made = merge_range(({key: record}, b"", [], [], rules))
         assert made is not None
-        page = pages.decode_page(made[2][0][1][0][1], b"")
+        page = page_format.decode_page(made[2][0][1][0][1], b"")
         assert page.values == [VALUE_PLACE.pack(2**64 - 1, 2**32 - 1, size, blake3(value).digest())], size
 
 
@@ -1137,7 +1138,7 @@ def test_a_row_is_found_as_python_finds_it(seed: int, monkeypatch: pytest.Monkey
     wanted = [*page.keys, *(key + b"\0" for key in page.keys), *(key[:-1] for key in page.keys), b"", b"\xff"]
     found = [page.newest(key) for key in wanted]
     assert found == [fast.newest_row(data, key) for key in wanted]
-    monkeypatch.setattr(pages, "IS_COMPILED", False)
+    monkeypatch.setattr(page_format, "IS_COMPILED", False)
     for _ in range(3):  # the ways of the first and of later times
         assert found == [page.newest(key) for key in wanted]
     assert any(found)

@@ -28,10 +28,12 @@ from tests.engine.test_fast import (
 from lowwater.engine.database.core import EngineOptions
 from lowwater.engine.database.opening import open_with
 from lowwater.engine.flush import flush
-from lowwater.engine.format import fast, pages
+from lowwater.engine.format import fast
+from lowwater.engine.format import page as page_format
+from lowwater.engine.format.boundaries import Boundaries
 from lowwater.engine.format.fast import MergedRange
 from lowwater.engine.format.format import U32, U64, Extras, Kind
-from lowwater.engine.format.pages import TOMBSTONE, UNSTAMPED, Boundaries, DataPage, encode_page
+from lowwater.engine.format.page import TOMBSTONE, UNSTAMPED, DataPage, encode_page
 from lowwater.engine.format.records import Record, seq_of
 from lowwater.engine.pages.lmdb_store import LmdbPages
 from lowwater.engine.state.ranges import Older, add_older
@@ -72,11 +74,11 @@ class VersionedWorld(World):
 
 
 def seqs_of(data: bytes, key: bytes) -> array[int]:
-    return pages.decode_page(data, key).seqs
+    return page_format.decode_page(data, key).seqs
 
 
 def rows_of(data: bytes, key: bytes) -> list[tuple[bytes, int, int]]:
-    page = pages.decode_page(data, key)
+    page = page_format.decode_page(data, key)
     return [*zip(page.keys, page.seqs, page.flags, strict=True)]
 
 
@@ -120,7 +122,7 @@ def test_what_is_merged_at_random_has_all_kinds_of_versions() -> None:
             after = {row for _, parts in made[2] for key, data in parts for row in rows_of(data, key)}
             kinds["versions"] += len(after) - len({key for key, _, _ in after})
             kinds["needed deletions"] += sum(flags & TOMBSTONE for _, _, flags in after)
-            kinds["references"] += any(flags & pages.REFERENCE for _, _, flags in after)
+            kinds["references"] += any(flags & page_format.REFERENCE for _, _, flags in after)
             kinds["lists"] += sum(isinstance(held, list) for held in older.values())
             kinds["single"] += sum(isinstance(held, bytes) for held in older.values())
             touched = {index for index, _ in made[2]}
@@ -128,7 +130,7 @@ def test_what_is_merged_at_random_has_all_kinds_of_versions() -> None:
                 gone = {row for row in rows_of(data, key) if row not in after} if index in touched else set()
                 kinds["swept"] += any(row[0] not in records for row in gone)
                 kinds["gone below"] += any(row[0] in records for row in gone)
-                seq = pages.decode_page(data, key).seq
+                seq = page_format.decode_page(data, key).seq
                 mine = [key for key in older if index in touched and key in {row[0] for row in before}]
                 kinds["held"] += any(
                     seq_of(records[each]) > seq >= seqs[0] for each in mine if (seqs := seqs_in(older, each))

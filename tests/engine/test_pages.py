@@ -1,4 +1,4 @@
-"""docs/PAGES.md says what engine/format/pages.py does; pages come back as they were; merging loses no row.
+"""docs/PAGES.md says what engine/format/page.py does; pages come back as they were; merging loses no row.
 
 Always true of the model: it keeps what `merge` must, key by key, in the plainest way, and knows no pages.
 """
@@ -18,28 +18,30 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowwater.engine.format import pages
-from lowwater.engine.format.pages import (
-    BUCKET,
+from lowwater.engine.format import keys
+from lowwater.engine.format import page as page_format
+from lowwater.engine.format.boundaries import Boundaries
+from lowwater.engine.format.keys import (
     PAGE_KEY_BYTES,
-    REFERENCE,
-    TOMBSTONE,
-    UNSTAMPED,
-    Boundaries,
-    DataPage,
-    Record,
-    Version,
     after_prefix,
     bucket_range,
     decode_key,
-    decode_page,
     encode_key,
-    encode_page,
-    merge,
-    merge_puts,
     page_key,
+)
+from lowwater.engine.format.page import (
+    BUCKET,
+    REFERENCE,
+    TOMBSTONE,
+    UNSTAMPED,
+    DataPage,
+    KeyVersions,
+    Version,
+    decode_page,
+    encode_page,
     stored_bytes,
 )
+from lowwater.engine.pages.merging import merge, merge_puts
 from lowwater.errors import Corrupt, LowwaterError, NewerVersion, NotLowwater
 
 PAGES_MD = Path(__file__).parent.parent.parent / "docs" / "PAGES.md"
@@ -76,7 +78,7 @@ def check_header_table(document: str) -> None:
         layout += code
         position += expected
         names.append(name)
-    assert (layout, position) == (pages.HEADER.format, pages.HEADER_BYTES)
+    assert (layout, position) == (page_format.HEADER.format, page_format.HEADER_BYTES)
     assert names == [
         *("magic", "version_major", "version_minor", "checksum", "page_seq"),
         *("key_count", "row_count", "key_bytes", "metadata_bytes", "value_bytes", ""),
@@ -86,12 +88,12 @@ def check_header_table(document: str) -> None:
 def test_the_header_of_the_document_is_what_the_code_packs() -> None:
     """Somebody reads pages from the document alone."""
     check_header_table(text())
-    assert pages.HEADER.format == pages.RECOGNISED.format + "I" + pages._COVERED.format[1:]
-    assert f"`{pages.MAGIC.hex(' ')}`" in text()
+    assert page_format.HEADER.format == page_format.RECOGNISED.format + "I" + page_format._COVERED.format[1:]
+    assert f"`{page_format.MAGIC.hex(' ')}`" in text()
     rows = {row[3]: row[4] for row in table("Page header", text())}
-    assert int(rows["version_major"]) == pages.VERSION_MAJOR
-    assert int(rows["version_minor"]) == pages.VERSION_MINOR
-    assert f"format version {pages.VERSION_MAJOR}.{pages.VERSION_MINOR}\n" in text()
+    assert int(rows["version_major"]) == page_format.VERSION_MAJOR
+    assert int(rows["version_minor"]) == page_format.VERSION_MINOR
+    assert f"format version {page_format.VERSION_MAJOR}.{page_format.VERSION_MINOR}\n" in text()
 
 
 def test_a_change_of_any_number_in_the_header_table_is_noticed() -> None:
@@ -119,7 +121,7 @@ def test_flags_and_limits_of_the_document_are_those_of_the_code() -> None:
         (BUCKET, BUCKET, "bucket"),
         (UNSTAMPED, UNSTAMPED, "unstamped"),
     ]
-    assert pages.FLAGS_KNOWN == TOMBSTONE | REFERENCE | BUCKET | UNSTAMPED
+    assert page_format.FLAGS_KNOWN == TOMBSTONE | REFERENCE | BUCKET | UNSTAMPED
     assert f"first {PAGE_KEY_BYTES} bytes" in text()
 
 
@@ -467,14 +469,14 @@ def put(seq: int, value: bytes = b"", flags: int = 0) -> tuple[int, int, int, in
 
 
 def rows_after(
-    page: DataPage | None, records: list[Record], floor: int = 0, frozen_seq: int = 100
+    page: DataPage | None, records: list[KeyVersions], floor: int = 0, frozen_seq: int = 100
 ) -> list[tuple[bytes, int, bytes]]:
     result = merge(page, b"", records, frozen_seq=frozen_seq, floor=floor, boundaries=NEVER)
     assert len(result) <= 1
     return [(row[0], row[1], row[5]) for _, page in result for row in rows_of(page)]
 
 
-def one_page(records: list[Record], frozen_seq: int, floor: int = 0) -> DataPage:
+def one_page(records: list[KeyVersions], frozen_seq: int, floor: int = 0) -> DataPage:
     ((_, page),) = merge(None, b"", records, frozen_seq=frozen_seq, floor=floor, boundaries=NEVER)
     return page
 
@@ -498,7 +500,7 @@ def test_a_version_of_the_same_seq_replaces_the_one_that_the_page_has() -> None:
     for floor in (0, 4, 6, 9):
         rows = rows_after(page, [(b"a", [(6, 6, 0, 0, b"", b"last")])], floor)
         assert rows == [(b"a", 6, b"last"), (b"a", 2, b"2")][: 2 if floor < 6 else 1]
-    both: list[Record] = [(b"a", [(6, 6, 0, 0, b"", b"last"), (5, 6, 0, 0, b"", b"first")])]
+    both: list[KeyVersions] = [(b"a", [(6, 6, 0, 0, b"", b"last"), (5, 6, 0, 0, b"", b"first")])]
     assert rows_after(None, both) == [(b"a", 6, b"last")]
 
 
@@ -512,7 +514,7 @@ def test_the_floor_takes_what_nobody_may_read_any_more() -> None:
         assert rows_after(None, [(b"a", versions)], floor) == expected
         older = one_page([(b"a", versions[2:])], 5)
         assert rows_after(older, [(b"a", versions[:2])], floor) == expected
-    tombstone: list[Record] = [(b"a", [put(9, flags=TOMBSTONE)])]
+    tombstone: list[KeyVersions] = [(b"a", [put(9, flags=TOMBSTONE)])]
     assert rows_after(page, tombstone, 9) == rows_after(None, tombstone, 9) == []
     assert len(rows_after(page, tombstone, 8)) == 2
     assert rows_after(one_page(tombstone, 9), [], 9) == []
@@ -523,7 +525,11 @@ def test_merging_leaves_the_page_that_it_was_given_alone() -> None:
     """Readers hold it."""
     page = decode_page(DATA, b"page key")
     before = rows_of(decode_page(DATA, b"page key"))
-    records: list[Record] = [(b"\1ba", [put(200)]), (b"\1bab", [put(201)]), (b"\1bb", [put(202, flags=1)])]
+    records: list[KeyVersions] = [
+        (b"\1ba", [put(200)]),
+        (b"\1bab", [put(201)]),
+        (b"\1bb", [put(202, flags=1)]),
+    ]
     for floor in (0, 300):
         merge(page, b"\1", records, frozen_seq=202, floor=floor, boundaries=ALWAYS)
         assert rows_of(page) == before
@@ -546,7 +552,7 @@ def test_keys_that_begin_with_the_same_500_bytes_share_a_page() -> None:
 def test_a_boundary_key_that_comes_again_finds_its_page() -> None:
     """The page stayed when its first key went."""
     page = one_page([(b"c", [put(1)])], 1)
-    records: list[Record] = [(b"b", [put(2)]), (b"d", [put(3)])]
+    records: list[KeyVersions] = [(b"b", [put(2)]), (b"d", [put(3)])]
     result = merge(page, b"b", records, frozen_seq=3, floor=0, boundaries=ALWAYS)
     assert [(low, page.keys) for low, page in result] == [(b"b", [b"b", b"c"]), (b"d", [b"d"])]
 
@@ -555,7 +561,7 @@ def test_a_page_without_rows_is_left_out() -> None:
     """The first when the smallest key is a boundary, and all of them when nothing is left."""
     result = merge(None, b"", [(b"b", [put(1)])], frozen_seq=1, floor=0, boundaries=ALWAYS)
     assert [(low, page.keys) for low, page in result] == [(b"b", [b"b"])]
-    gone: list[Record] = [(b"b", [put(2, flags=TOMBSTONE)])]
+    gone: list[KeyVersions] = [(b"b", [put(2, flags=TOMBSTONE)])]
     assert merge(result[0][1], b"b", gone, frozen_seq=2, floor=2, boundaries=ALWAYS) == []
     assert merge(None, b"", gone, frozen_seq=2, floor=2, boundaries=ALWAYS) == []
     assert merge(None, b"", [], frozen_seq=2, floor=2, boundaries=ALWAYS) == []
@@ -569,9 +575,9 @@ class Store:
         self.low = low
         self.data: dict[bytes, bytes | None] = {low: None}
 
-    def flush(self, records: list[Record], frozen_seq: int, floor: int) -> None:
+    def flush(self, records: list[KeyVersions], frozen_seq: int, floor: int) -> None:
         lows = sorted(self.data)
-        parts: dict[bytes, list[Record]] = {}
+        parts: dict[bytes, list[KeyVersions]] = {}
         for record in records:
             parts.setdefault(lows[bisect_right(lows, record[0]) - 1], []).append(record)
         for low, part in parts.items():
@@ -601,7 +607,7 @@ def test_where_pages_begin_depends_on_the_keys_alone(seed: int) -> None:
         seq = 0
         while seq < len(keys):
             batch = keys[seq : seq + rng.randint(1, batch_max)]
-            versions: dict[bytes, list[pages.Version]] = {}
+            versions: dict[bytes, list[page_format.Version]] = {}
             for key in batch:
                 seq += 1
                 versions.setdefault(key, []).insert(0, put(seq))
@@ -614,9 +620,9 @@ class Model:
     """The rows of each key, newest first, and the seq that its page holds."""
 
     def __init__(self) -> None:
-        self.rows: dict[bytes, list[pages.Version]] = {}
+        self.rows: dict[bytes, list[page_format.Version]] = {}
 
-    def add(self, key: bytes, version: pages.Version) -> None:
+    def add(self, key: bytes, version: page_format.Version) -> None:
         rows = self.rows.setdefault(key, [])
         if rows and rows[0][1] == version[1]:
             rows.pop(0)
@@ -633,7 +639,9 @@ class Model:
             self.rows[key] = kept
 
 
-def without_last_tombstones(rows: dict[bytes, list[pages.Row]], floor: int) -> dict[bytes, list[pages.Row]]:
+def without_last_tombstones(
+    rows: dict[bytes, list[page_format.Row]], floor: int
+) -> dict[bytes, list[page_format.Row]]:
     found = {}
     for key, versions in rows.items():
         while len(versions) > 1 and versions[-1][2] & TOMBSTONE and versions[-1][0] <= floor:
@@ -650,11 +658,11 @@ def test_merging_keeps_what_the_model_keeps(seed: int) -> None:
     names += [encode_key(b"b", b"p" * 600 + b"%d" % number) for number in range(5)]
     store = Store(Boundaries(b"salt", rng.choice([1, 4, 64, 2**40])), b"\1b")
     model = Model()
-    log: list[tuple[bytes, pages.Version]] = []
+    log: list[tuple[bytes, page_format.Version]] = []
     seq = floor = 0
     retention = rng.choice([0, 5, 60, 10**9])  # how far below the newest seq the floor is
     for _ in range(rng.choice([10, 60])):
-        new: list[tuple[bytes, pages.Version]] = []
+        new: list[tuple[bytes, page_format.Version]] = []
         for _ in range(rng.choice([1, 5, 50])):
             group = rng.choice([1, 1, 1, 4])
             for frame in range(seq + 1, seq + group + 1):
@@ -667,7 +675,7 @@ def test_merging_keeps_what_the_model_keeps(seed: int) -> None:
         log += new
         floor = max(floor, seq - retention)
         again = log[-len(new) - rng.choice([0, 0, 30]) :]  # redo begins below what is new
-        versions: dict[bytes, list[pages.Version]] = {}
+        versions: dict[bytes, list[page_format.Version]] = {}
         for key, version in again:
             versions.setdefault(key, []).insert(0, version)
         for key, version in new:
@@ -677,8 +685,8 @@ def test_merging_keeps_what_the_model_keeps(seed: int) -> None:
         model.retain([key for key in model.rows if bisect_right(lows, key) in touched], floor)
         store.flush(sorted(versions.items()), seq, floor)
 
-        found: dict[bytes, list[pages.Row]] = {}
-        highs = [*sorted(store.data)[1:], pages.KEY_END]
+        found: dict[bytes, list[page_format.Row]] = {}
+        highs = [*sorted(store.data)[1:], keys.KEY_END]
         for low, page in store.pages():
             assert page.keys == sorted(page.keys)
             assert low <= page.keys[0] <= page.keys[-1] < highs[bisect_right(highs, low)]
@@ -787,7 +795,7 @@ def test_the_cuts_of_many_keys_are_those_of_each(keys: list[bytes], page_keys: i
 def test_a_page_whose_keys_do_not_follow_each_other_is_corrupt(ends: list[int]) -> None:
     """Under a good checksum, as nobody but us could write it."""
     data = bytearray(encode_page(make_page([(key, 1, 1, 0, b"", b"") for key in (b"a", b"b", b"c")]), b""))
-    at = pages.HEADER_BYTES + 3 * 16
+    at = page_format.HEADER_BYTES + 3 * 16
     assert data[at : at + 12] == array("I", [1, 2, 3]).tobytes()
     data[at : at + 12] = array("I", ends).tobytes()
     covered = bytes(data[:12] + data[16:])

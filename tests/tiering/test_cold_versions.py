@@ -20,7 +20,7 @@ from lowwater.engine.checkpoint.checkpoints import StoredCheckpoint, read_file
 from lowwater.engine.format.ckpt import pack_name
 from lowwater.engine.format.entries import Control
 from lowwater.engine.format.format import Kind
-from lowwater.engine.format.pages import after_prefix, encode_key
+from lowwater.engine.format.keys import after_prefix, encode_key
 from lowwater.engine.log.chain import checkpoint_entry, seal_entry
 from lowwater.engine.seams.checksum import crc32
 from lowwater.engine.state.catalogue import Catalogue, CheckpointDescriptor

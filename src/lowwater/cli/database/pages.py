@@ -28,7 +28,7 @@ from lowwater.cli.rows import row_writer
 from lowwater.engine.database.opening import PAGES_DIRECTORY
 from lowwater.engine.format import format
 from lowwater.engine.format.format import BUCKET_BYTES_MAX, KEY_BYTES_MAX
-from lowwater.engine.format.pages import KEY_END, after_prefix, bucket_range, decode_key, encode_key
+from lowwater.engine.format.keys import KEY_END, after_prefix, bucket_range, decode_key, encode_key
 from lowwater.engine.pages.lmdb_store import LmdbPages
 from lowwater.engine.pages.page_list import PageInfo, PageRow, Summary, list_pages, list_rows
 from lowwater.errors import Corrupt, DataError, InputError

@@ -1,14 +1,10 @@
-"""Pages, in which the database stores ranges of keys: keys, boundaries, the bytes of a page, and merging.
+"""The bytes of a page, in which the database stores a range of keys, and the page in memory.
 
 Always true:
   - a page holds the rows of the keys from its own page key up to the next page's, sorted by key, versions
     of one key newest first; it holds every frame up to `seq` for those keys;
-  - where pages begin depends on the keys alone, never on the order in which they came: a key that is new
-    to its page is tested once, by a keyed hash of its first 500 bytes;
-  - keys that are equal in those 500 bytes share a page, so a page's key always fits a database key;
   - magic, version and checksum are three checks, made in that order, with three different errors. The
-    checksum covers the page's key as well: a page that lies under another key is corrupt;
-  - `merge` changes no page that it was given: others may be reading it.
+    checksum covers the page's key as well: a page that lies under another key is corrupt.
 
 `docs/PAGES.md` has the byte table for people; a test ties the two. This module knows nothing of files.
 """
@@ -22,10 +18,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, compress, pairwise
-from operator import itemgetter, ne, neg
+from operator import ne, neg
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from blake3 import blake3
 
 from lowwater.engine.format import format
 from lowwater.engine.format.fast import IS_COMPILED, newest_row, plain_objects
@@ -39,9 +33,6 @@ assert array("I").itemsize == 4
 VERSION_MAJOR = 1
 VERSION_MINOR = 0
 MAGIC = b"LWPAG\r\n\x1a"
-
-# A key of the database has at most 511 bytes.
-PAGE_KEY_BYTES = 500
 
 TOMBSTONE = 1  # the key was deleted
 REFERENCE = 2  # the value is a reference of 64 bytes to where the bytes are
@@ -70,106 +61,20 @@ _pack_u64_into = format.U64.pack_into
 _unpack_u32 = format.U32.unpack_from
 _unpack_two = struct.Struct("<II").unpack_from
 _unpack_u64 = format.U64.unpack_from
-_LENGTHS = [bytes([length]) for length in range(256)]
 _FLAG_BYTES_KNOWN = bytes(range(FLAGS_KNOWN + 1))
 _PUT_BYTES = bytes((0, REFERENCE))
 _PLAIN_BYTES = bytes([0, BUCKET])
-_TOMBSTONE_BYTES = bytes(flags for flags in range(FLAGS_KNOWN + 1) if flags & TOMBSTONE)
+TOMBSTONE_BYTES = bytes(flags for flags in range(FLAGS_KNOWN + 1) if flags & TOMBSTONE)
 _HINT = PagesDamaged.default_hint
 
 Version = tuple[int, int, int, int, bytes, bytes]
 """frame seq, seq, time_us, flags, metadata, value"""
-Record = tuple[bytes, list[Version]]
+KeyVersions = tuple[bytes, list[Version]]
 """An encoded key and its versions, newest first."""
 Row = tuple[int, int, int, bytes, bytes]
 """seq, time_us, flags, metadata, value"""
 PlainRows = tuple[list[str], Sequence[bytes], "array[int]", "array[int]"]
 """Names, values, seqs and times of rows, as columns."""
-
-
-# ---------------------------------------------------------------------------- keys
-
-# Above every key that can be encoded.
-KEY_END = b"\xff" * (1 + format.BUCKET_BYTES_MAX + format.KEY_BYTES_MAX + 1)
-
-
-def encode_key(bucket: bytes, key: bytes) -> bytes:
-    """One key for both: buckets never mix, and each keeps the order of its keys. The bucket b"" holds the
-    records of the buckets themselves, by their names."""
-    assert len(bucket) <= format.BUCKET_BYTES_MAX
-    return _LENGTHS[len(bucket)] + bucket + key
-
-
-def decode_key(encoded: bytes) -> tuple[bytes, bytes]:
-    """The bucket and the key."""
-    if not encoded or len(encoded) <= encoded[0]:
-        raise Corrupt("a key ends inside its bucket", hint=_HINT)
-    start = 1 + encoded[0]
-    return encoded[1:start], encoded[start:]
-
-
-def after_prefix(prefix: bytes) -> bytes:
-    """The smallest key above all that begin with `prefix`."""
-    head = prefix.rstrip(b"\xff")
-    return head[:-1] + _LENGTHS[head[-1] + 1] if head else KEY_END
-
-
-def bucket_range(bucket: bytes) -> tuple[bytes, bytes]:
-    """Where a bucket's encoded keys begin, and what they stay below."""
-    low = encode_key(bucket, b"")
-    return low, after_prefix(low)
-
-
-def page_key(encoded: bytes) -> bytes:
-    """What the database, and the test for a boundary, see of a key."""
-    return encoded[:PAGE_KEY_BYTES]
-
-
-class Boundaries:
-    """Which keys begin a page: about one of `page_keys`. The salt keeps others from choosing keys of which
-    none does, and a page from growing without end."""
-
-    __slots__ = ("_hasher", "_threshold", "hash_key", "page_keys", "salt")
-
-    def __init__(self, salt: bytes, page_keys: int) -> None:
-        assert page_keys > 0
-        self.salt = salt
-        self.page_keys = page_keys
-        # Copied for each key, which is faster than making it.
-        self.hash_key = blake3(salt).digest()
-        self._hasher = blake3(key=self.hash_key)
-        self._threshold = 2**64 // page_keys
-
-    def __reduce__(self) -> tuple[type[Boundaries], tuple[bytes, int]]:
-        # Spark's tasks get them, and a hasher cannot be sent.
-        return Boundaries, (self.salt, self.page_keys)
-
-    @property
-    def highest(self) -> int:
-        """The first 8 bytes of a boundary's hash, as a number, are not above this."""
-        return self._threshold - 1
-
-    def is_boundary(self, encoded: bytes) -> bool:
-        digest = self._hasher.copy().update(encoded[:PAGE_KEY_BYTES]).digest(8)
-        return int.from_bytes(digest, "little") < self._threshold
-
-    def cuts(self, keys: list[bytes]) -> list[bytes]:
-        """The page keys of those that begin a page."""
-        heads = keys
-        if keys and max(map(len, keys)) > PAGE_KEY_BYTES:
-            heads = [key[:PAGE_KEY_BYTES] for key in keys]
-        copy = self._hasher.copy
-        digests = [copy().update(head).digest(8) for head in heads]
-        # The highest byte of a digest mostly says it.
-        top = self._threshold >> 56
-        return [
-            head
-            for head, digest in zip(heads, digests, strict=True)
-            if digest[7] <= top and int.from_bytes(digest, "little") < self._threshold
-        ]
-
-
-# ---------------------------------------------------------------------------- pages
 
 
 class DataPage:
@@ -739,153 +644,7 @@ def _refuse(data: bytes) -> None:
     raise Corrupt(f"a page is cut short: {len(data)} of at least {HEADER_BYTES} bytes", hint=_HINT)
 
 
-# ---------------------------------------------------------------------------- merging
-
-
-def merge(
-    page: DataPage | None,
-    low: bytes,
-    records: list[Record],
-    *,
-    frozen_seq: int,
-    floor: int,
-    boundaries: Boundaries,
-) -> list[tuple[bytes, DataPage]]:
-    """What becomes of the page at `low` with `records`, which are sorted and belong to its range: pages with
-    their page keys. None of them is empty, so the first may be missing, and all of them.
-
-    Versions whose frame the page holds are dropped. A version with the seq of one of the page's replaces
-    it. Of each key, everything older than its newest version at or below `floor` goes; where that version
-    is the newest of all and a tombstone, the key goes. The page's rows lose that before the versions come: so
-    nothing depends on how many come at once.
-    """
-    many = False
-    if page is None:
-        seq_held = 0
-        keys: list[bytes] = []
-        seqs, times, flags = array("Q"), array("Q"), bytearray()
-        metadata: list[bytes] = []
-        values: list[bytes] = []
-    else:
-        seq_held = page.seq
-        keys, seqs, flags = page.keys, page.seqs, page.flags
-        many = len(set(keys)) != len(keys)
-        # Otherwise the floor can only take rows of keys that have a record, which the loop sees to.
-        if (many or len(flags.translate(None, _TOMBSTONE_BYTES)) != len(flags)) and min(seqs) <= floor:
-            page = swept(page, floor)
-            keys, seqs, flags = page.keys, page.seqs, page.flags
-        keys, seqs, times, flags = keys[:], seqs[:], page.times[:], flags[:]
-        metadata, values = page.metadata[:], page.values[:]
-    is_boundary = boundaries.is_boundary
-    cuts: list[bytes] = []
-    at = 0
-    for key, versions in records:
-        if len(versions) == 1:
-            if versions[0][0] <= seq_held:
-                continue
-        else:
-            versions = _newer(versions, seq_held, floor)
-            if not versions:
-                continue
-        _, seq, time_us, flag, meta, value = versions[0]
-        # Old rows of the key are at:end, and of those at:kept make room.
-        at = kept = bisect_left(keys, key, at)
-        if at < len(keys) and keys[at] == key:
-            end = bisect_right(keys, key, at) if many else at + 1
-            seq_above = versions[-1][1]
-            # A page that was made from a checkpoint may have rows of frames that it does not claim to hold:
-            # these come again, all of them.
-            assert seqs[at] <= seq_above or seqs[at] > seq_held, "a record is older than its page"
-            if seq_above <= floor:
-                kept = end
-            elif seqs[at] <= seq_above:
-                kept = at + (seqs[at] == seq_above)
-            else:
-                kept = bisect_left(seqs, 1 - seq_above, at, end, key=neg)
-            if flag & TOMBSTONE and seq <= floor:
-                del keys[at:end], seqs[at:end], times[at:end], flags[at:end]
-                del metadata[at:end], values[at:end]
-                continue
-        elif flag & TOMBSTONE and seq <= floor:
-            continue
-        elif is_boundary(key):
-            cuts.append(key[:PAGE_KEY_BYTES])
-        if len(versions) == 1 and kept == at:
-            keys.insert(at, key)
-            seqs.insert(at, seq)
-            times.insert(at, time_us)
-            flags.insert(at, flag)
-            metadata.insert(at, meta)
-            values.insert(at, value)
-        elif len(versions) == 1 and kept == at + 1:
-            seqs[at] = seq
-            times[at] = time_us
-            flags[at] = flag
-            metadata[at] = meta
-            values[at] = value
-        else:
-            _, new_seqs, new_times, new_flags, new_metadata, new_values = zip(*versions, strict=True)
-            keys[at:kept] = [key] * len(versions)
-            seqs[at:kept] = array("Q", new_seqs)
-            times[at:kept] = array("Q", new_times)
-            flags[at:kept] = bytes(new_flags)
-            metadata[at:kept] = new_metadata
-            values[at:kept] = new_values
-    if not keys:
-        return []
-    assert keys[0] >= low, "a key below its page"
-    merged = DataPage(max(frozen_seq, seq_held), keys, seqs, times, flags, metadata, values)
-    return _split(merged, low, cuts)
-
-
-def merge_puts(
-    page: DataPage | None,
-    low: bytes,
-    keys: list[bytes],
-    columns: tuple[array[int], array[int], bytearray, list[bytes]],
-    *,
-    frozen_seq: int,
-    boundaries: Boundaries,
-) -> list[tuple[bytes, DataPage]]:
-    """`merge` for what most changes are: puts without metadata, as columns of seqs, times, flags and values.
-    All of them are newer than the page, which `has_mere_puts`, and nobody needs what they supersede."""
-    seqs, times, flags, values = columns
-    seq = frozen_seq
-    if page is not None:
-        assert page.has_mere_puts
-        assert min(seqs) > page.seq, "a record is older than its page"
-        seq = max(seq, page.seq)
-    # It has no rows where the changes before these, of the same flush, took all of them.
-    if page is None or not len(page):
-        cuts = boundaries.cuts(keys)
-    else:
-        row_count = len(page)
-        keys_held = page.keys
-        rows = dict(zip(keys_held, range(row_count), strict=True))
-        fresh = [key for key in keys if key not in rows]
-        if not fresh:
-            assert keys[0] >= low, "a key below its page"
-            changed = list(map(rows.__getitem__, keys))
-            return [(low, _overwritten(page, low, keys_held, seq, changed, columns))]
-        cuts = boundaries.cuts(fresh)
-        rows.update(zip(keys, range(row_count, row_count + len(keys)), strict=True))
-        keys = sorted(rows)
-        order = list(map(rows.__getitem__, keys))
-        in_order = itemgetter(*order)  # there are two at least
-        values = list(in_order(page.values + values))
-        seqs = array("Q", in_order(page.seqs + seqs))
-        times = array("Q", in_order(page.times + times))
-        if any(flags) or any(page.flags):
-            flags = bytearray(map((page.flags + flags).__getitem__, order))
-        else:
-            flags = bytearray(len(keys))
-    assert keys[0] >= low, "a key below its page"
-    merged = DataPage(seq, keys, seqs, times, flags, [b""] * len(keys), values)
-    merged._mere_puts = True
-    return _split(merged, low, cuts)
-
-
-def _overwritten(
+def overwritten(
     page: DataPage,
     low: bytes,
     keys: list[bytes],
@@ -941,58 +700,3 @@ def _patched(
     result = stored_page(bytes(patched))
     result._mere_puts = True
     return result
-
-
-def _newer(versions: list[Version], seq_held: int, floor: int) -> list[Version]:
-    """What a page does not hold of some versions of a key, without what the floor takes of them."""
-    newer: list[Version] = []
-    for version in versions:
-        # Of several writes in one group, which have one seq, the last survives.
-        if version[0] > seq_held and not (newer and newer[-1][1] == version[1]):
-            newer.append(version)
-            if version[1] <= floor:
-                break
-    return newer
-
-
-def swept(page: DataPage, floor: int) -> DataPage:
-    """The page without the rows that the floor takes: of each key, what is older than its newest version at
-    or below it, and that one where it is a deletion."""
-    keep: list[bool] = []
-    key_before = None
-    below = False
-    for key, seq, flag in zip(page.keys, page.seqs, page.flags, strict=True):
-        if key != key_before:
-            key_before = key
-            below = seq <= floor
-            keep.append(not (below and flag & TOMBSTONE))
-        else:
-            keep.append(not below)
-            below = below or seq <= floor
-    return page.only(keep)
-
-
-def _split(page: DataPage, low: bytes, cuts: list[bytes]) -> list[tuple[bytes, DataPage]]:
-    """The pages that begin at `low` and at each of `cuts`, without empty ones."""
-    keys = page.keys
-    if not cuts:
-        return [(low, page)] if keys else []
-    # A key may come twice: when a page's own key comes again after its row was dropped, and when two new
-    # keys begin with the same bytes. Then the page of the first of both is empty.
-    lows = [low, *cuts]
-    starts = [0, *(bisect_left(keys, cut) for cut in cuts), len(keys)]
-    parts = []
-    for low, (start, end) in zip(lows, pairwise(starts), strict=True):
-        if start < end:
-            part = DataPage(
-                page.seq,
-                keys[start:end],
-                page.seqs[start:end],
-                page.times[start:end],
-                page.flags[start:end],
-                page.metadata[start:end],
-                page.values[start:end],
-            )
-            part._mere_puts = page._mere_puts or None
-            parts.append((low, part))
-    return parts
