@@ -55,7 +55,7 @@ with _instrument:
     from lowwater.engine.seams.memory import MemoryFiles
     from lowwater.errors import Corrupt, LowwaterError
 
-columns = vectorised()
+IS_VECTORISED = vectorised() is not None
 GOLDEN = Path(__file__).parent.parent / "golden"
 SEALED = sorted(path.read_bytes() for path in GOLDEN.glob("*/segment-*.log") if path.stat().st_size < 6000)
 COMPRESSED = sorted(path.read_bytes() for path in GOLDEN.glob("*/*.zst"))
@@ -388,7 +388,8 @@ def read_sealed(data: bytes) -> list[Entry]:
 
 
 def read_columns(data: bytes) -> list[tuple[object, ...]]:
-    assert columns is not None
+    from lowwater.engine.log import columns
+
     names = ["seq", "kind", "bucket", "key", "value", "origin", "flags", "txn"]
     rows = []
     for batch in columns.read_batches(opened(data), columns=names):
@@ -424,7 +425,7 @@ def segment(data: bytes) -> None:
     quietly(lambda: describe_segment(files, NAME))
     quietly(lambda: list(dump_entries(files, NAME, Selection())))
     quietly(lambda: list(dump_entries(files, NAME, Selection(), salvage=True)))
-    if columns is not None:
+    if IS_VECTORISED:
         rows = quietly(lambda: read_columns(data))
         # Only columns look at each position of the footer, so they may refuse more; `check` does too.
         assert isinstance(rows, list) or not isinstance(entries, list) or findings, rows
