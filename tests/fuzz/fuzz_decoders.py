@@ -448,7 +448,7 @@ def unsealed(data: bytes) -> None:
         assert len(whole) == len(scan.positions)
     if scan.positions:
         plain = quietly(lambda: footer_of(file, scan.positions, scan.end, header.block_bytes, plain=True))
-        if columns is not None:
+        if IS_VECTORISED:
             fast = quietly(lambda: footer_of(file, scan.positions, scan.end, header.block_bytes, plain=False))
             assert isinstance(plain, LowwaterError) == isinstance(fast, LowwaterError), (plain, fast)
             if not isinstance(plain, LowwaterError):
