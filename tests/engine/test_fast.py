@@ -80,7 +80,8 @@ BOUNDARIES = Boundaries(b"salt", 16)
 
 def test_the_environment_says_to_do_without() -> None:
     """A wrong answer of compiled code must not be the only one that there is."""
-    code = "from lowwater.engine.format import fast; print(fast.IS_COMPILED, fast.put_frames(), fast.merge_range())"
+    said = "fast.IS_COMPILED, fast.put_frames(), fast.merge_range()"
+    code = f"from lowwater.engine.format import fast; print({said})"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PURE_PYTHON": "1"},
