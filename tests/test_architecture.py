@@ -1,4 +1,4 @@
-"""docs/ARCHITECTURE.md is a map of what there is: its walks are walked, its rooms are there, its index is whole."""
+"""docs/ARCHITECTURE.md is a map of what is there: walks are walked, rooms are there, the index is whole."""
 
 from __future__ import annotations
 
