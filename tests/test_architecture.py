@@ -1,4 +1,4 @@
-"""docs/ARCHITECTURE.md is a map of what is there: walks are walked, rooms are there, the index is whole."""
+"""docs/ARCHITECTURE.md is a map of what is there: its walks, its rooms, and the index of decisions."""
 
 from __future__ import annotations
 
