@@ -33,13 +33,13 @@ NO_ETAGS = ("--etag-hash", "")
 
 
 @contextmanager
-def server(job: Job) -> Iterator[tuple[Path, Any]]:
+def server(job: Job, *, etags: bool = False) -> Iterator[tuple[Path, Any]]:
     """An empty folder, and a server beside it. Both are gone afterwards."""
     from lowwater.tiering.testing.s3_server import S3Server
 
     scratch = Path(tempfile.mkdtemp(prefix="measured-", dir=job.directory))
     try:
-        with S3Server(scratch / "server", arguments=NO_ETAGS) as started:
+        with S3Server(scratch / "server", arguments=() if etags else NO_ETAGS) as started:
             yield scratch, started
     finally:
         shutil.rmtree(scratch)
@@ -103,9 +103,9 @@ def _segments(directory: Path) -> list[Path]:
     return sorted((directory / "wal").glob("segment-*.log"))
 
 
-def ship(job: Job) -> Result:
+def ship(job: Job, *, etags: bool = False) -> Result:
     """From opening the database until all of it is in the store, recorded, and seen to count."""
-    with server(job) as (scratch, started):
+    with server(job, etags=etags) as (scratch, started):
         copy = _copy_of_log(job, scratch)
         size = sum(path.stat().st_size for path in _segments(copy))
         began_s = time.perf_counter()
@@ -115,11 +115,11 @@ def ship(job: Job) -> Result:
     return {"rate": size / took_s}
 
 
-def upload_raw(job: Job) -> Result:
+def upload_raw(job: Job, *, etags: bool = False) -> Result:
     """The same files through OpenDAL alone, as many at once and in as large parts."""
     import opendal
 
-    with server(job) as (scratch, started):
+    with server(job, etags=etags) as (scratch, started):
         copy = _copy_of_log(job, scratch)
         paths = _segments(copy)
         operator = opendal.Operator("s3", bucket="lowwater", root="/raw", **started.options)
@@ -352,7 +352,23 @@ CONTENDERS: dict[str, list[Contender]] = {
             name="ours",
             label="Lowwater",
             run=ship,
-            configuration="as they are, each byte compared with its hash, recorded, manifests read back",
+            configuration="as they are, each byte compared with its hash, read back, recorded",
+            prepare=partial(make_log, compression="none"),
+            data="none",
+        ),
+        Contender(
+            name="raw-checked",
+            label="OpenDAL alone, to a server with checksums",
+            run=partial(upload_raw, etags=True),
+            configuration="the same files to a server that says the MD5 of what it has",
+            prepare=partial(make_log, compression="none"),
+            data="none",
+        ),
+        Contender(
+            name="ours-checked",
+            label="Lowwater, to a server with checksums",
+            run=partial(ship, etags=True),
+            configuration="compared with that; the server reads each object once more to say it, as no real one does",
             prepare=partial(make_log, compression="none"),
             data="none",
         ),
