@@ -368,7 +368,7 @@ CONTENDERS: dict[str, list[Contender]] = {
             name="ours-checked",
             label="Lowwater, to a server with checksums",
             run=partial(ship, etags=True),
-            configuration="compared with that; the server reads an object again to say it, as no real one does",
+            configuration="compared with that, for which this server reads an object again; no real one does",
             prepare=partial(make_log, compression="none"),
             data="none",
         ),
