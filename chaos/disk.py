@@ -401,7 +401,7 @@ class FaultyFiles:
             return self._trace.hexdigest()
 
     def crash_at(self, number: int, *, after: bool = False) -> None:
-        """Have the program end at this operation: before it takes effect, or just after."""
+        """End the program at this operation: before it takes effect, or just after."""
         assert number > self.operations, f"operation {number} is in the past"
         self._crash_number = number
         self._crash_after = after

@@ -144,7 +144,7 @@ class FaultyStore:
             return self._trace.hexdigest()
 
     def crash_at(self, number: int, *, after: bool = False) -> None:
-        """Have the client that makes this operation end there: before it takes effect, or just after."""
+        """End the client that makes this operation there: before it takes effect, or just after."""
         assert number > self.operations, f"operation {number} is in the past"
         self._crash_number = number
         self._crash_after = after
@@ -374,7 +374,7 @@ def _kept(data: bytes, fault: StoreFault) -> bytes:
 
 
 def _flipped(data: bytes, bit: int | None) -> bytes:
-    """The same with one bit another one, wherever that number falls."""
+    """Return the data with one bit flipped, wherever that number falls."""
     if bit is None or not data:
         return data
     place, bit = divmod(bit % (len(data) * 8), 8)

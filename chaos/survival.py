@@ -75,7 +75,7 @@ def lose_power(durable: bytearray, changes: list[Change], mode: Survival, rng: r
 
 
 def _tear(durable: bytearray, change: Change, rng: random.Random) -> None:
-    """Of a write some first sectors survive, never all; of a truncation nothing does."""
+    """Apply some first sectors of a write, never all; of a truncation apply nothing."""
     offset, data = change
     if data is None:
         return

@@ -38,7 +38,7 @@ def store_of(tier: str, config: ConfigSource | Config) -> tuple[Store, dict[str,
 
 
 def place_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Those that may be recorded."""
+    """Return the options of a store that may be recorded."""
     return {name: value for name, value in options.items() if name in PLACE_OPTIONS}
 
 

@@ -82,7 +82,7 @@ def explain(
     config: TierConfig,
     source: ConfigSource | Config,
 ) -> None:
-    """Have the error say what to type."""
+    """Set the error's hint to what the user has to type."""
     from lowwater.recovery.restore import in_the_way
 
     where = next(each for each in places_of(tier, config) if each.place.uri == error.path)

@@ -65,8 +65,8 @@ def rebuild_pages(
     tier: str | None = None,
     config: ConfigSource | Config = None,
 ) -> Rebuilt:
-    """Make the pages of the database in `directory` again, which nobody has open. `tier` is the URI of its
-    archive; without it, what the configuration says, or what the directory was restored from."""
+    """Make the pages of the database in `directory` again, which nobody may have open. `tier` is the URI of
+    its archive; without it, what the configuration says, or what the directory was restored from."""
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
     loaded = Config.load(config)
@@ -88,8 +88,8 @@ def rebuild_pages(
 def rebuild_with(
     path: str, log_directory: str, store: Store | None, seams: Seams, *, fetched_at_once: int = 1
 ) -> Rebuilt:
-    """The same with the store itself, which stays the caller's. With `fetched_at_once` above 1, segments are
-    fetched by threads."""
+    """Make the pages of a database again, given the store itself, which stays the caller's. With
+    `fetched_at_once` above 1, segments are fetched by threads."""
     files = seams.files
     require_restored(files, path)
     require_log(files, log_directory)

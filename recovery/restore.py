@@ -73,8 +73,8 @@ Progress = Callable[[str, int, int], None]
 
 
 class Restored(NamedTuple):
-    """What a restore has made. `root` is the fingerprint of the content, known where all of it is here, or
-    where it is as of a checkpoint."""
+    """The result of a restore. `root` is the fingerprint of the content. It is known where all of the content
+    is here, or where it is as of a checkpoint; else it is None."""
 
     uri: str
     path: str
@@ -108,12 +108,14 @@ def restore(
 ) -> Restored:
     """Make a database in the directory `to` from the archive at `tier`, and return what was done.
 
-    Without `at` it is as of the newest entry that was shipped, and goes on with the archive: opening it
-    claims that, and whoever wrote there before is fenced. With `at`, a seq or a time, or as a `clone`, it is
-    a database of its own, and the archive stays as it is. `full` waits until all of it is here, and verified;
-    else it can be opened at once, and reads what it lacks from the archive. `to` has to be new; a restore
-    that was stopped goes on when it is called again. `progress` is told what is done. The log is put where
-    `wal.dir` of the configuration says, which is recorded in the directory.
+    Without `at` the database is as of the newest entry that was shipped, and goes on with the archive:
+    opening it claims the archive, and whoever wrote there before is fenced. With `at`, a seq or a time, or as
+    a `clone`, it is a database of its own, and the archive stays as it is.
+
+    `full` waits until all of the content is here, and verified. Without it the database can be opened at
+    once, and reads what it lacks from the archive. `to` has to be new. A restore that was stopped goes on
+    when it is called again. `progress` is told what is done. The log is put where `wal.dir` of the
+    configuration says, which is recorded in the directory.
     """
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
@@ -204,7 +206,7 @@ def restore_with(
     log_directory: str | None = None,
     fetched_at_once: int = 1,
 ) -> Restored:
-    """The same with everything that a test, or a simulation, puts in its place. The store stays the
+    """Restore from `store`, with all the parts that a test, or a simulation, replaces. The store stays the
     caller's. With `fetched_at_once` above 1, segments are fetched by threads."""
     return _Restore(
         store,
@@ -358,7 +360,7 @@ class _Restore:
         return lock
 
     def _require_ours(self) -> None:
-        """That the directory is new, or a restore has begun it."""
+        """Raise AlreadyExists unless the directory is new, or a restore has begun it."""
         try:
             names = self._files.list(self._path)
         except FileNotFoundError:
@@ -486,8 +488,8 @@ class _Restore:
         )
 
     def _end_log(self, origin: Origin) -> tuple[Origin, int]:
-        """Have the log end where it has to: with which entry of the archive, and its time. A clone goes on
-        above it as a cluster of its own."""
+        """Make the log end where it has to. Return the origin, with the entry of the archive that this is,
+        and its time. A clone goes on above it as a cluster of its own."""
         with open_log(self._path, self._seams, log_directory=self._log_directory) as log:
             chain = log.chain
             if origin.is_clone and chain.cluster_id == origin.cluster_id:
@@ -518,7 +520,7 @@ class _Restore:
         return checkpoint.root.hex() if checkpoint is not None and checkpoint.seq == seq else None
 
     def _bring_all(self, reached: Reached, origin: Origin, point: Point, archive_root: str | None) -> str:
-        """Have all of it here, and compare: the root."""
+        """Bring all of the content here, and return its root. Raise Corrupt where the archive has another."""
         core = open_to_read(
             self._path,
             self._store,

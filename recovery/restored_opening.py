@@ -192,15 +192,16 @@ def open_directory(
     """Open the database in `directory`, or make one there: `lowwater.open`.
 
     `tier` is the URI of the object store that its history goes to, as `s3://bucket/prefix`; without it, what
-    the configuration says. `config` is a TOML file, a mapping or a `Config`; `create=False` refuses a
+    the configuration says. `config` is a TOML file, a mapping or a `Config`. `create=False` refuses a
     directory without a database. `progress` is told how far recovery is: (the seq applied, the last one).
 
-    Where there is no database in `directory`, the archive is asked before anything is made. If that has a
-    history, the directory was lost, or is another one: `DatabaseMissing`, with the command that restores it.
-    `on_missing="restore"` restores what was shipped, and opens that; whoever else writes to the archive is
-    fenced then. An archive that does not answer is an error, since nobody knows what it has.
+    Where there is no database in `directory`, the archive is asked before anything is made. If the archive
+    has a history, the directory was lost, or is another one: this raises `DatabaseMissing`, with the command
+    that restores it. `on_missing="restore"` restores what was shipped, and opens that; whoever else writes to
+    the archive is fenced then. An archive that does not answer is an error, since nobody knows what it has.
 
-    A directory that was restored knows its archive: it goes on with it, or, as a clone, reads from it.
+    A directory that was restored knows its archive. It goes on with the archive, or, as a clone, reads from
+    it.
     """
     from lowwater.config import Config
 
@@ -332,8 +333,8 @@ def open_restored(
     open_parent: OpenParent | None = None,
     ships_options: Mapping[str, str] = {},
 ) -> Database:
-    """The same with everything that a test, or a simulation, puts in its place. The stores are the database's
-    from now on."""
+    """Open a directory that was restored, with all the parts that a test, or a simulation, replaces. The
+    stores are the database's from now on."""
     seams = seams or Seams(files=RealFiles(), owner=f"process {os.getpid()}")
     tier_options = tier_options or TierOptions()
     try:

@@ -58,8 +58,8 @@ def fetch_all(
     *,
     at_once: int = 1,
 ) -> None:
-    """Have whole segments in the log directory, in this order, and fetch so many of them at once; with 1
-    there is no thread. `passing` is told by the caller's thread."""
+    """Fetch whole segments into the log directory, in this order, and `at_once` of them at a time; with 1
+    there is no thread. `passing` is called by the caller's thread."""
     if at_once == 1:
         for segment in wanted:
             BEFORE_SEGMENT()
@@ -107,7 +107,7 @@ def _path(directory: str, segment: SegmentDescriptor) -> str:
 
 
 def _bring(store: Store, files: Files, directory: str, segment: SegmentDescriptor, passing: Passing) -> bool:
-    """Have a segment under its temporary name. False where it is here already."""
+    """Fetch a segment under its temporary name. Return False where the segment is here already."""
     path = _path(directory, segment)
     temporary = path + TEMPORARY
     name = names.segment_name(segment)
@@ -174,8 +174,8 @@ def _copy(
 def fetch_beginning(
     fetcher: Fetcher, files: Files, directory: str, segment: SegmentDescriptor, seq: int, passing: Passing
 ) -> bool:
-    """Have the frames of a segment up to `seq` as the segment that is being written. False where not one
-    counts: all of them are of a group that goes on above."""
+    """Fetch the frames of a segment up to `seq` as the segment that is being written. Return False where not
+    one counts: all of them are of a group that goes on above."""
     BEFORE_SEGMENT()
     path = f"{directory}/{CURRENT}"
     with typed_errors(path, "restore a segment"):

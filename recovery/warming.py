@@ -31,7 +31,8 @@ PAGES_AWAY = (
 
 
 class Warming:
-    """`total` and `done` are pages: those that were away when it began, and those that it has brought."""
+    """Brings the pages that are away. `total` counts those that were away when it began, `done` those that it
+    has brought."""
 
     def __init__(
         self, leaving: Leaving, registry: CollectorRegistry, *, ended: Callable[[], None] = lambda: None
@@ -65,7 +66,7 @@ class Warming:
         return 0 if more else None
 
     def advance(self) -> bool:
-        """The same, raising what is in the way. False where nothing is left."""
+        """Bring a few pages, and raise what is in the way. Return False where nothing is left."""
         if self.is_over:
             return False
         if self._away is None:

@@ -53,10 +53,10 @@ def verify(
     deep: bool = True,
     progress: Progress | None = None,
 ) -> DataFrame:
-    """Every finding about the archive at `uri`: none means that it is sound, notes are no fault.
+    """Return every finding about the archive at `uri`. No finding means that it is sound; notes are no fault.
 
-    `deep` reads and verifies every byte, else names, sizes, the catalogue and the ends of segments. Columns:
-    severity (error, warning, note), what, where, seq, offset, hint."""
+    With `deep` every byte is read and verified; without it names, sizes, the catalogue and the ends of
+    segments. The columns are severity (error, warning, note), what, where, seq, offset and hint."""
     store = open_own(store_place(uri, options))
     try:
         scrub = Scrub(store, deep=deep, look=look_in_spark(spark, uri, options, progress))

@@ -105,8 +105,8 @@ def build_checkpoint(
     """Build the checkpoint that the entry `at` asks for, or the newest such entry that was shipped, and write
     it below the archive's `checkpoints/` and `data/packs/`, where a restore finds it.
 
-    It begins with the newest shipped checkpoint before, and takes only the log above it; `from_segments`
-    believes none, and reads the whole log.
+    The build begins with the newest shipped checkpoint before, and reads only the log above it.
+    `from_segments` trusts no checkpoint, and reads the whole log.
     """
     archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     if archive.pinned.place.is_log:
@@ -135,8 +135,8 @@ def root_as_of(
     options: StoreOptions = None,
     part_bytes: int = PART_BYTES,
 ) -> str:
-    """The root of the content as of a seq or a time, or of all that was shipped: what `db.root(seq)` says.
-    Nothing is written."""
+    """Return the root of the content as of a seq or a time, or of all that was shipped, as `db.root(seq)`
+    does. Nothing is written."""
     archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
     store = open_place(archive.pinned.place)
     builder = _Builder(archive, store, creation_of(archive.pinned), from_segments, _nobody)
@@ -272,7 +272,7 @@ class _Builder:
         )
 
     def _require_same(self, built: CheckpointDescriptor) -> None:
-        """That what was recorded of this seq is this."""
+        """Raise Corrupt where another checkpoint was recorded of this seq."""
         for each in self._pinned.checkpoints:
             if each.seq == built.seq and each._replace(recorded_seq=0) != built:
                 raise Corrupt(
@@ -461,7 +461,7 @@ class _Known:
 
 
 def keep(store: Store, name: str, data: bytes) -> bool:
-    """Have an object in the store. What is there already has to be the same. Whether it was not there."""
+    """Write an object, and return whether it was not there. Raise StoreCorrupt where other bytes were."""
     made = write_verified(store, name, lambda: [data], size=len(data))
     if not made and hash_of(store.read(name)) != hash_of(data):
         raise StoreCorrupt(

@@ -27,7 +27,8 @@ FOOTER_BYTES = 2**20
 
 
 class Count(NamedTuple):
-    """`bytes` are those of frames, before compression; refused entries are counted too."""
+    """How much an archive has. `bytes` are those of frames, before compression. Refused entries are counted
+    too."""
 
     uri: str
     cluster_id: str
@@ -49,7 +50,7 @@ def count(
     options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Count:
-    """The entries of an archive, or of the sealed segments of a log directory, by kind."""
+    """Count the entries of an archive, or of the sealed segments of a log directory, by kind."""
     pinned = pin(uri, options)
     named = [(pinned.name_of(segment), segment) for segment in pinned.segments]
     groups = grouped(named, lambda _: FOOTER_BYTES, 2 * cores_of(spark))

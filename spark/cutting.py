@@ -111,7 +111,7 @@ def rows_of_fragment(data: bytes, described: Described) -> Iterator[CutRow]:
 
 
 def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[CutRow]:
-    """Of content, in order."""
+    """Yield the rows of batches of content, in order."""
     for batch in batches:
         *columns, segments, positions = (
             batch.column(name).to_pylist()
@@ -121,12 +121,12 @@ def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[CutRow]:
 
 
 def cut_part(batches: Iterator[pa.RecordBatch], boundaries: Boundaries) -> Iterator[pa.RecordBatch]:
-    """Of content of a range of keys, in order."""
+    """Cut the content of a range of keys into blocks, in order."""
     return _batches(cut(rows_of(batches), boundaries, is_all=False))
 
 
 def cut_fragments(batches: Iterator[pa.RecordBatch], boundaries: Boundaries) -> Iterator[pa.RecordBatch]:
-    """All fragments there are, in order."""
+    """Cut all fragments there are into blocks, in order."""
     rows = (row for batch in batches for each in described_in(batch) for row in rows_of_fragment(*each))
     return _batches(cut(rows, boundaries, is_all=True))
 

@@ -89,12 +89,13 @@ _SIGNED_MAX = 2**63 - 1
 
 
 def schema_of(types: Mapping[str, str], columns: Sequence[str]) -> str:
-    """For Spark. What `timestamp` means there a session may change; it has the other name for what it is."""
+    """Return Spark's schema of the columns. A session may change what `timestamp` means, so this says
+    `timestamp_ltz`."""
     return ", ".join(f"{name} {types[name]}".replace(" timestamp", " timestamp_ltz") for name in columns)
 
 
 def as_arrow(types: Mapping[str, str]) -> pa.Schema:
-    """The same for Arrow."""
+    """Return Arrow's schema of columns with these types of Spark."""
     return pa.schema([pa.field(name, _TYPES[kind]) for name, kind in types.items()])
 
 
@@ -114,7 +115,7 @@ class FrameBatch:
             self._check_values()
 
     def _check_values(self) -> None:
-        """That codes and references have their sizes, so that they can be gathered."""
+        """Raise Corrupt unless codes and references have their sizes, so that they can be gathered."""
         lengths = self.frames.ends - self.frames.value_starts
         refused, referring = self.having(Flag.REFUSED), self.having(Flag.VALUE_REF)
         if bool((self.flags[refused] & int(Flag.VALUE_REF)).any()):

@@ -69,7 +69,7 @@ HINT = (
 
 
 class Exported(NamedTuple):
-    """What a call has done. Without files there was nothing new."""
+    """What a call has exported. Without files there was nothing new."""
 
     to: str
     what: str
@@ -99,14 +99,15 @@ def export_parquet(
     part_bytes: int = PART_BYTES,
     progress: Progress | None = None,
 ) -> Exported:
-    """Export the archive at `uri` to the folder, or the URI of a store, `to`: one export has it for itself.
+    """Export the archive at `uri` to `to`, a folder or the URI of a store, which is for this export alone.
 
-    `what` is the log (one row an entry), `changes`, `versions`, or the `state` as of `at`; of the others `at`
-    is where this call ends. Called again, it exports what has come since. Rows of some buckets, keys or (of
-    the log) kinds, and some columns of the log only, if so wanted: always the same for one `to`.
+    `what` is the log (one row an entry), `changes`, `versions`, or the `state` as of `at`; for the others
+    `at` is where this call ends. Called again, it exports what has come since. `bucket`, `prefix`, and for
+    the log `kinds` and `columns`, choose rows and columns. They have to be the same in every call for one
+    `to`.
 
-    Readers take the files that `exported_files` names, or `read_exported`; or all of them while `_SUCCESS` is
-    there, which is so when no call is under way or was killed. Run one call at a time."""
+    Read the files that `exported_files` names, or call `read_exported`. All files may be read while
+    `_SUCCESS` is there, which is so when no call is under way or was killed. Run one call at a time."""
     _require(what, partition_by, kinds, columns, compression)
     require_names(bucket=bucket, prefix=prefix)
     require_reading(verify, part_bytes)
@@ -149,7 +150,7 @@ def export_parquet(
 
 
 def read_exported(spark: SparkSession, to: str, options: Mapping[str, str] | None = None) -> DataFrame:
-    """The rows that count in a folder that every executor can read. Of another store, give
+    """Return the rows that count in a folder that every executor can read. For another store, give
     `spark.read.parquet` the files that `exported_files` names, by what your Spark calls that store."""
     place = parse_uri(store_place(to, options).uri)
     if place.kind not in ("file", "shared_fs"):
@@ -174,7 +175,7 @@ def read_exported(spark: SparkSession, to: str, options: Mapping[str, str] | Non
 
 
 def _nothing(spark: SparkSession, wanted: Mapping[str, Any]) -> DataFrame:
-    """Of an export that there were no rows for, and so no file that says what columns it has."""
+    """Return an empty frame for an export without rows, so without a file that says what columns it has."""
     types: Mapping[str, str] = CHANGES_TYPES if wanted["what"] == "changes" else COLUMNS
     columns = {
         "log": wanted["columns"] or MAIN_COLUMNS,

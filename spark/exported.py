@@ -54,7 +54,7 @@ class ExportPlan(NamedTuple):
     seq_last: int
     segment: str
     parts: list[list[list[int]]]
-    """Of each task the pieces: first seq of the segment, first frame, frame to stop before."""
+    """The pieces of each task: first seq of the segment, first frame, frame to stop before."""
 
 
 class Target:
@@ -133,7 +133,7 @@ class Target:
         return plan
 
     def publish(self, run: Run) -> Run:
-        """Have a run count: this one, or that of another call which was faster. Which one it is."""
+        """Make a run count. Return the one that does: this one, or that of another call which was faster."""
         document = run._asdict()
         document["files"] = [file._asdict() for file in run.files]
         if not self._write(_manifest(run.number), document):
@@ -198,7 +198,7 @@ def _number(name: str) -> int:
 
 
 def exported_files(to: str, options: Mapping[str, str] | None = None) -> list[str]:
-    """The Parquet files that count, below `to`: all of each run that was finished, and no others."""
+    """Return the Parquet files that count, below `to`: all of each run that was finished, and no others."""
     return [file.name for run in runs_in(to, options) for file in run.files]
 
 

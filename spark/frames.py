@@ -57,7 +57,8 @@ def log_frame(
     options: StoreOptions = None,
     part_bytes: int = PASSING_BYTES,
 ) -> DataFrame:
-    """One row an entry, refused ones too, as they stand in the log: `seq` and `time` are the entry's."""
+    """Return the entries as they stand in the log, refused ones too: one row for each, with its `seq` and
+    `time`."""
     require_columns(columns)
     require_kinds(kinds)
     require_names(bucket=bucket, prefix=prefix)
@@ -85,8 +86,8 @@ def state_as_of(
     options: StoreOptions = None,
     part_bytes: int = PART_BYTES,
 ) -> DataFrame:
-    """The live keys as of a seq or a time, or the newest that was shipped: one row each, with the seq and
-    time of its version."""
+    """Return the live keys as of a seq or a time, or as of the newest entry that was shipped. There is one
+    row for each key, with the seq and time of its version."""
     require_columns(columns, STATE_COLUMNS)
     require_names(bucket=bucket, prefix=prefix)
     archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
@@ -107,8 +108,8 @@ def versions(
     options: StoreOptions = None,
     part_bytes: int = PART_BYTES,
 ) -> DataFrame:
-    """All versions that came between two moments, also of what was deleted or superseded since, and
-    deletions themselves: the kind says which. Those of buckets have an empty key."""
+    """Return all versions that came between two moments, also of what was deleted or superseded since.
+    Deletions are among them: the kind says which. Versions of buckets have an empty key."""
     require_columns(columns, VERSIONS_COLUMNS)
     require_names(bucket=bucket, prefix=prefix)
     archive = PinnedArchive.open(spark, uri, options, verify, part_bytes)
@@ -129,8 +130,8 @@ def changes(
     options: StoreOptions = None,
     part_bytes: int = PART_BYTES,
 ) -> DataFrame:
-    """What changed between two moments: one row a version, with what the key had before it (`before_seq`,
-    `before_time`, `before_metadata`, `before_value`; null where it was not there)."""
+    """Return what changed between two moments: one row for each version, with what the key had before it
+    (`before_seq`, `before_time`, `before_metadata`, `before_value`; null where the key was not there)."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812 — as everybody calls it
 

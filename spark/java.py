@@ -46,7 +46,8 @@ exec %s "$@"
 
 
 def java_home() -> Path:
-    """The first directory with a `bin/java` that Spark can start with."""
+    """Return the first directory with a `bin/java` that Spark can start with. Raise NotFound where there is
+    none."""
     refused = []
     for java in _of_the_machine():
         version = java_version(java)

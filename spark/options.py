@@ -72,7 +72,7 @@ class Options:
     start: Moment | None = None
     """None for the first entry there is."""
     latest: bool = False
-    """Of a stream: begin after what is there."""
+    """Begin a stream after what is there."""
     end: Moment | None = None
     kinds: frozenset[str] | None = None
     bucket: str | None = None
@@ -107,7 +107,8 @@ class Options:
         return selection
 
     def require_there(self, pinned: Pinned, name: str, seq: int) -> None:
-        """That a bound lies in what was shipped, and was not purged."""
+        """Raise VersionGone for a bound above what was shipped. With `fail_on_data_loss`, raise it also for
+        one in what was purged."""
         if seq > pinned.hwm:
             raise VersionGone(
                 f"{name} is seq {seq}, and the last one that was shipped is {pinned.hwm}",

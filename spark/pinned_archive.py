@@ -72,7 +72,8 @@ ROW_COST = 4
 
 
 class Readers(NamedTuple):
-    """What reads the newest versions of a stretch of the log, and the same of a slice of a checkpoint."""
+    """The functions that read the newest versions: of a stretch of the log, and of a slice of a
+    checkpoint."""
 
     stretch: Callable[..., Iterator[pa.RecordBatch]]
     slice: Callable[..., Iterator[pa.RecordBatch]]
@@ -259,7 +260,8 @@ class PinnedArchive(NamedTuple):
         return Ends.from_batch(batches[0]) if batches else NO_ENDS
 
     def _of_part(self, ends: Ends, part: Part) -> Ends:
-        """Those that concern transactions of a part, and come after it."""
+        """Return those ends, from the beginning of a part on, whose transactions began no later than its
+        end."""
         if not len(ends):
             return ends
         first, last = part.pieces[0].segment.first, part.pieces[-1].segment.last
@@ -293,8 +295,9 @@ class PinnedArchive(NamedTuple):
     def newest(
         self, wanted: WantedParts, at: int, base: BaseCheckpoint | None, readers: Readers
     ) -> DataFrame:
-        """The same, read by others. Of a short log each task reads all, for its share of the keys. Else keys
-        are compared without their values, which are read for the winners only."""
+        """Return the newest version of each key as of `at`, as `readers` read it. Of a short log each task
+        reads all, for its share of the keys. Else keys are compared without their values, which are read for
+        the winners only."""
         from pyspark.sql import functions as F  # noqa: N812
 
         if base is None:
@@ -356,7 +359,8 @@ class PinnedArchive(NamedTuple):
             store.close()
 
     def require_beginning(self) -> None:
-        """That nothing is missing before the first segment: a directory may be purged."""
+        """Raise VersionGone where something is missing before the first segment: a directory may be
+        purged."""
         store = open_place(self.pinned.place)
         try:
             self._require_beginning(Fetcher(store, clock=RealClock()))

@@ -109,7 +109,7 @@ class Pinned:
     seq_before: int = 0
     """The last entry before the first segment: a log directory may begin late."""
     hash_before: bytes = NO_HASH
-    """Of the segment before the first one."""
+    """The hash of the segment before the first one."""
 
     @property
     def seq_first(self) -> int:
@@ -134,8 +134,8 @@ class Pinned:
         return self.where(self.manifest) if self.manifest else self.place.uri
 
     def segment_hash(self, seq: int) -> str:
-        """Of the segment that an entry lies in, or after: it tells this log from another one with such a seq.
-        Empty before the first one."""
+        """Return the hash of the segment that an entry lies in, or after: it tells this log from another one
+        with such a seq. It is empty before the first segment."""
         count = bisect_right(self.segments, seq, key=lambda segment: segment.first)
         found = self.segments[count - 1].hash if count else self.hash_before
         return found.hex() if any(found) else ""
@@ -158,7 +158,7 @@ class PlanSelection(NamedTuple):
     kinds: frozenset[str] | None = None
     bucket: str | None = None
     prefix: str | None = None
-    """Of the key. What has no key, has none that begins so."""
+    """The beginning of the key. What has no key, has none that begins so."""
     key: str | None = None
     share: tuple[int, int] | None = None
     """Which of so many shares of the keys. What has neither bucket nor key is in all of them."""
@@ -199,8 +199,9 @@ def shared_place(uri: str, options: Mapping[str, str] | None) -> StorePlace:
 
 
 def store_place(uri: str, options: Mapping[str, str] | None) -> PartPlace:
-    """The same, with how the store is to be called there: by the settings of `[tier]` that are among the
-    options, as `tier.timeout_ms`, and else by those in the environment of this process."""
+    """Return where a URI leads, which has to be the same place in every process, and how the store is called
+    there: by the settings of `[tier]` that are among the options, as `tier.timeout_ms`, and else by those in
+    the environment of this process."""
     given = dict(options or {})
     for name in given:
         if not isinstance(name, str):
@@ -226,7 +227,7 @@ def _settings(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def require_reading(verify: str, part_bytes: int) -> None:
-    """That a call says how to read in a way that there is."""
+    """Raise InvalidConfig unless `verify` is a way to read, and `part_bytes` a whole number above 0."""
     if verify not in get_args(Verify):
         raise InvalidConfig(f"verify is {verify!r:.80}", hint=f"choose from {', '.join(get_args(Verify))}")
     if not isinstance(part_bytes, int) or part_bytes < 1:
@@ -234,7 +235,8 @@ def require_reading(verify: str, part_bytes: int) -> None:
 
 
 def require_kinds(kinds: Collection[str] | None) -> None:
-    """That there are such kinds of entries, and that some are named where any are."""
+    """Raise InvalidConfig unless all of these kinds of entries exist, and there are some where any are
+    named."""
     for kind in sorted(kinds or ()):
         if kind not in format.KIND_CODES:
             nearest = difflib.get_close_matches(kind, format.KIND_CODES, n=1, cutoff=0)[0]
@@ -247,7 +249,7 @@ def require_kinds(kinds: Collection[str] | None) -> None:
 
 
 def require_names(**names: str | None) -> None:
-    """That a bucket, a prefix … is text where it is given."""
+    """Raise InvalidEntry unless a bucket, a prefix … is text where it is given."""
     for what, name in names.items():
         if name is not None and not isinstance(name, str):
             raise InvalidEntry(f"{what} is {name!r:.80}, and no text", hint="give a str")
@@ -278,8 +280,8 @@ def _tier_of(place: PartPlace) -> TierConfig | None:
 
 
 def pin(uri: str, options: Mapping[str, str] | None = None, *, known: Pinned | None = None) -> Pinned:
-    """The archive, or the directory of a log or a database, at `uri` as it is now. `options` are those of the
-    store, as `open_store` takes them. Where nothing is newer than what is `known`, that is the answer."""
+    """Return the archive, or the directory of a log or a database, at `uri` as it is now. `options` are those
+    of the store, as `open_store` takes them. Return `known` where nothing is newer."""
     if not uri:
         raise InvalidConfig(
             "nothing says which archive is meant", hint="give its URI, as load('s3://bucket/prefix')"

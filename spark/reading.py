@@ -58,7 +58,7 @@ from lowwater.tiering.remote_segment import RemoteSegment
 # What tasks hand on at once.
 BATCH_ROWS = 16_384
 VALUE_BYTES = 2**24
-"""Of values, but for one that is larger."""
+"""How many bytes of values, but for one that is larger."""
 
 VERSION_COLUMNS = {
     "bucket": "string",
@@ -72,8 +72,8 @@ VERSION_COLUMNS = {
     "txn": "bigint",
     "frame": "bigint",
 }
-"""Of a version. `frame` is the seq of the frame that made it; below 0 in a checkpoint, where it is the row's
-own number, so that it is nobody else's."""
+"""The columns of a version. `frame` is the seq of the frame that made it; below 0 in a checkpoint, where it
+is the row's own number, so that it is nobody else's."""
 
 # What they are made of.
 _SOURCES = {

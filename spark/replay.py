@@ -53,7 +53,7 @@ class Ends:
     time_us: Int64
     what: Int64
     savepoint: Int64
-    """Of a roll-back: what lies between this seq and its own is undone. Else 0."""
+    """The savepoint of a roll-back: what lies between this seq and its own is undone. Else 0."""
 
     def __len__(self) -> int:
         return len(self.seq)
@@ -156,7 +156,8 @@ def counting(
 
 
 def _resolved(seqs: Int64, txns: Int64, ends: Ends) -> tuple[Mask, Int64, Int64]:
-    """Of frames in transactions: which count once theirs has ended, and the seq and time of that end."""
+    """Return which frames in transactions count once theirs has ended, and the seqs and times of those
+    ends."""
     final = ends.where(ends.what != ROLLED_BACK)
     # What names one that has ended already is refused and has no frame before it, so it is not here.
     names, firsts = np.unique(final.txn, return_index=True)

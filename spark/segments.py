@@ -63,7 +63,7 @@ def raw_batches(part: Part, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
 
 
 def require_columns(columns: Sequence[str], among: Collection[str] = COLUMNS) -> None:
-    """That there are such columns, each of which is named once."""
+    """Raise InvalidConfig unless all of these columns exist, there are some, and each is named once."""
     for name in columns:
         if name not in among:
             nearest = difflib.get_close_matches(str(name).lower(), among, n=1, cutoff=0)[0]

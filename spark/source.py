@@ -44,7 +44,8 @@ NAME = "lowwater"
 
 
 class LowwaterSource(DataSource):
-    """`spark.dataSource.register(LowwaterSource)`, which `lowwater.spark.session` does."""
+    """The data source of `spark.read.format("lowwater")`. `lowwater.spark.session` registers it, as
+    `spark.dataSource.register(LowwaterSource)` does."""
 
     @classmethod
     def name(cls) -> str:

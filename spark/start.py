@@ -75,11 +75,11 @@ def session(
     config: Mapping[str, object] | None = None,
     app_name: str = "lowwater",
 ) -> SparkSession:
-    """A session with `spark.read.format("lowwater")`: the running one, or a new one.
+    """Return a Spark session with `spark.read.format("lowwater")`: the running one, or a new one.
 
     `master` is Spark's: `local[2]`, `spark://host:7077`, `yarn` …; left out, it is what `spark-submit` says,
     or all cores of this machine. `remote` asks for Spark Connect: of the server at `sc://host:15002`, or, as
-    `local[2]`, of one that is started in this process. What `config` says goes above all settings of ours."""
+    `local[2]`, of one that is started in this process. What `config` says wins over all settings of ours."""
     from pyspark.sql import SparkSession
 
     if master is not None and remote is not None:

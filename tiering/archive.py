@@ -231,8 +231,8 @@ class Archive:
         return manifest
 
     def have_count(self, manifest: Manifest, epoch: int) -> None:
-        """Have a state name it, or a later one. Raises Fenced where somebody has claimed a higher epoch than
-        this log's: its manifest may be of an entry that an earlier life has left."""
+        """Make a state name the manifest, or a later one. Raise Fenced where somebody has claimed a higher
+        epoch than this log's: its manifest may be of an entry that an earlier life has left."""
         place = (manifest.epoch, manifest.seq)
         state = self.states.seen or self.states.newest()
         while state is None or state.place < place:
@@ -364,7 +364,7 @@ class Archive:
         return max(listed_epoch(self.store), 0 if state is None else state.epoch)
 
     def _append_claim(self, claim: EpochClaim, parent: Manifest | None) -> bool:
-        """Have the next state name a claim. False where another one has come first."""
+        """Append the state that names a claim. Return False where another one has come first."""
         before = self.states.seen
         if before is not None:
             self._require_ours(before, claim.epoch)
@@ -375,7 +375,7 @@ class Archive:
         )
 
     def _last_hash(self, catalogue: Catalogue, parent: Manifest) -> bytes:
-        """Of the last segment of a manifest. A restored log may not have recorded that."""
+        """Return the hash of a manifest's last segment. A restored log may not have recorded that."""
         own = catalogue.segment_of(parent.hwm)
         return self.catalogue_of(parent).hash_last if own is None else own.hash
 

@@ -166,8 +166,8 @@ def require_writable(tier: str | None, config: TierConfig) -> None:
 def begin_archive(
     stores: Sequence[Store], cluster_id: bytes | None, options: LogOptions, randomness: Randomness
 ) -> Writable:
-    """Have the archive there: the first entry of the log that goes into it. `cluster_id` is what
-    `require_no_history` has found."""
+    """Create the archive in the first store, unless it is there, and return the first entry of the log that
+    goes into it. `cluster_id` is what `require_no_history` has found; None makes a new one."""
     cluster_id = cluster_id or randomness.token(16)
     BEFORE_ARCHIVE()
     open_archive(stores[0], cluster_id, create=True)

@@ -153,7 +153,7 @@ class BlockCache:
         return victims, missing_bytes <= 0
 
     def _missing_bytes(self, size: int) -> int:
-        """Of the room that has to stay free behind a unit of this size."""
+        """Return how much is missing of the room that has to stay free behind a unit of this size."""
         if not self._kept_free_bytes:
             return 0
         try:

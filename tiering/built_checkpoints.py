@@ -32,8 +32,8 @@ _logger = get_logger("archive")
 def built_checkpoints(
     store: Store, above: int, seq: int, cluster_id: bytes
 ) -> Iterator[CheckpointDescriptor]:
-    """Those of a seq above `above` and up to `seq`, the newest first. One that cannot be used is passed over:
-    nobody has promised that it is there."""
+    """Yield the checkpoints in a store with a seq above `above` and up to `seq`, the newest first. One that
+    cannot be used is passed over: nobody has promised that it is there."""
     names: dict[int, list[str]] = {}
     for each in store.list(CHECKPOINTS, f"{CHECKPOINTS}checkpoint-{above:020}-~"):
         found = parse(each.name)

@@ -26,11 +26,11 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 def check(path_or_uri: str | os.PathLike[str], *, config: ConfigSource = None) -> Iterator[Finding]:
-    """Every finding about the database in a directory, or about an archive, of which every byte is read: an
-    archive is given by its URI, or as the folder that it is in. NotFound where there is neither.
+    """Yield every finding about the database in a directory, or about an archive, and read every byte of it.
+    An archive is given by its URI, or as the folder that it is in. Raise NotFound where there is neither.
 
-    An error means that data cannot be trusted, or is gone; a warning that something is there which should not
-    be; a note is no fault."""
+    An error means that data cannot be trusted, or is gone. A warning means that something is there which
+    should not be. A note is no fault."""
     from lowwater.config import Config  # pydantic takes longer to import than all the rest
 
     loaded = Config.load(config)
@@ -54,5 +54,5 @@ def is_archive(place: str) -> bool:
 
 
 def open_to_read(uri: str, config: TierConfig) -> Store:
-    """A store of which nothing is asked but to be read. The configuration's options are for its own URI."""
+    """Open a store for reading alone. The configuration's options are for its own URI."""
     return open_store(None if uri == config.store_uri() else uri, config=config, read_only=True)

@@ -81,7 +81,7 @@ class Sent:
         return other
 
     def passing(self, parts: Iterable[bytes | bytearray | memoryview]) -> Iterator[memoryview]:
-        """The same parts."""
+        """Yield the parts as they are, and count and hash them on the way."""
         for part in parts:
             view = memoryview(part).cast("B")
             self._add(view)

@@ -122,7 +122,7 @@ class ColdVersions:
         return found
 
     def root(self, seq: int) -> str | None:
-        """That of a checkpoint is recorded."""
+        """Return the recorded root of the checkpoint of this very seq; None where there is none."""
         found = self._catalogue.checkpoint_not_above(seq)
         return found.root.hex() if found is not None and found.seq == seq else None
 
@@ -324,8 +324,8 @@ class ColdVersions:
     # ------------------------------------------------------------------ frames of the key
 
     def _frames_of_key(self, looking: _Looking) -> Iterator[Entry]:
-        """Those that may count, the newest first: above the checkpoint all, below it those of transactions
-        that were open there."""
+        """Yield the entries of a key that may count, the newest first. Above the checkpoint these are all
+        entries, below it those of transactions that were open there."""
         hwm = self._catalogue.hwm
         if looking.seq > hwm:
             yield from reversed(list(self._unshipped(max(hwm, looking.base_seq), looking)))
@@ -422,7 +422,7 @@ class ColdVersions:
             yield from (each for each in self._ends_in(max(after, hwm), seq) if each.txn == txn)
 
     def _ends_of(self, descriptor: SegmentDescriptor) -> dict[int, list[Entry]]:
-        """Those of a segment, by transaction."""
+        """Return the commits and aborts in a segment, by transaction."""
         key = (descriptor.epoch, descriptor.first)
         with self._lock:
             found = self._ends.get(key)

@@ -178,13 +178,13 @@ class Fetcher:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def load(self, name: str, size: int, start: int, end: int) -> None:
-        """Have what is about to be read in memory, by as few requests as can be."""
+        """Bring what is about to be read into memory, by as few requests as possible."""
         first, last = start // UNIT_BYTES, -(-end // UNIT_BYTES)
         for unit in range(first, last, FETCH_UNITS):
             self._units(name, size, unit, min(unit + FETCH_UNITS, last), sequential=True)
 
     def load_ahead(self, name: str, size: int, start: int, end: int) -> None:
-        """The same in the background, where there is one that has time for it."""
+        """Bring a range into memory in the background, where a task there has time for it."""
         if self._task is None or start >= end:
             return
         wanted = (name, size, start, min(end, start + FETCH_BYTES))

@@ -50,12 +50,12 @@ class ObjectName(NamedTuple):
     hash: str = ""
     epoch: int = 0
     seq: int = 0
-    """Of an entry, a checkpoint, or the first one of a segment; of a state its number."""
+    """The seq of an entry, of a checkpoint, or of the first entry of a segment; the number of a state."""
     seq_last: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
-        """Of a manifest: its epoch and its entry, by which one is newer than another."""
+        """Return the epoch and the entry of a manifest. By these one manifest is newer than another."""
         return self.epoch, self.seq
 
 
@@ -179,7 +179,8 @@ def epochs_above(store: Store, epoch: int) -> Iterator[str]:
 
 
 def listed_manifests(store: Store) -> list[str]:
-    """Of the newest entry in the newest epoch that lists have any of: one, where all is well."""
+    """Return the names of the manifests of the newest entry in the newest epoch that lists have any of. There
+    is one where all is well."""
     epoch = _highest(
         store, MANIFESTS, lambda each: f"{MANIFESTS}{each:010}/{_AFTER_ALL}", "manifest", "epoch"
     )

@@ -94,8 +94,8 @@ def _bytes(body: dict[str, Any], name: str, size: int) -> bytes:
 
 
 class Parent(NamedTuple):
-    """Of a clone: the archive that has its history up to the entry `seq`. `options` of its store say where it
-    is, and no secret."""
+    """The archive that a clone was made of, which has the clone's history up to the entry `seq`. `options` of
+    its store say where it is, and hold no secret."""
 
     uri: str
     options: Mapping[str, str]
@@ -196,7 +196,7 @@ class ArchiveState(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Of the manifest: its epoch and its entry."""
+        """Return the epoch and the entry of the manifest."""
         return place_of(self.manifest)
 
 
@@ -271,7 +271,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def require_hash(data: bytes, expected: str, what: str) -> None:
-    """That these bytes are what a name says. `expected` is the beginning of their hash."""
+    """Raise Corrupt unless these bytes are what a name says. `expected` is the beginning of their hash."""
     digits = hash_of(data).hex()
     assert len(expected) >= HASH_DIGITS
     if digits[: len(expected)] != expected:

@@ -35,10 +35,10 @@ def open_store(
     randomness: Randomness | None = None,
     sleep: Callable[[float], None] = sleep,
 ) -> Store:
-    """Open the store at `uri`, or where the configuration says. Options win over those in the URI, and those
-    over the configuration's, which count for its own URI only.
+    """Open the store at `uri`, or where the configuration says. `options` win over the configuration's, which
+    count for its own URI only; both win over those in the URI.
 
-    A store that can only be read is opened so, and says it when it is written. `read_only` tries nothing, and
+    A store that can only be read is opened too, and a write to it says so. `read_only` tries no writing, and
     makes no folder; nor does `make=False`.
     """
     if uri is None:

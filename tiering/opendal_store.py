@@ -457,7 +457,8 @@ def _is_secret(option: str) -> bool:
 
 
 def _pieces(parts: Iterable[Part], size: int) -> Iterator[bytes]:
-    """The same bytes in pieces of `size`, all but the last. Of what was given away nothing is kept."""
+    """Yield the same bytes in pieces of `size`; the last one may be shorter. Keep nothing that was given
+    away."""
     waiting: list[memoryview] = []
     missing = size
 

@@ -209,7 +209,7 @@ class Region:
         return (segment.epoch, segment.first) in self._present
 
     def note(self, segment: SegmentDescriptor, losses: int) -> None:
-        """That a segment was seen to be there, since `losses`."""
+        """Note that a segment was seen to be there, unless something was lost since the count `losses`."""
         with self._lock:
             if losses == self.losses:
                 self._present.add((segment.epoch, segment.first))

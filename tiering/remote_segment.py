@@ -441,7 +441,7 @@ class RemoteSegment:
         return Chunk(seq_before, seq_last, data, start - offset, end - offset, verified=True)
 
     def _read_ahead(self, start: int, end: int, limit: int, reading: SegmentReading) -> None:
-        """Have the chunk in memory, with what is likely to be read after it."""
+        """Bring the chunk into memory, with what is likely to be read after it."""
         opened = self._open()
         if reading.segment is not self:
             reading.segment, reading.loaded = self, 0

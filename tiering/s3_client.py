@@ -61,13 +61,13 @@ class Answer(NamedTuple):
         return _text(tag, self.body.decode("utf-8", "replace"))
 
     def elements(self, tag: str) -> list[dict[str, str]]:
-        """Of each element of that name, the texts of its children."""
+        """Return the texts of the children of each element of this name."""
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", self.body.decode("utf-8", "replace"), re.S)
         return [{tag: _text(tag, each) for tag in re.findall(r"<(\w+)>", each)} for each in found]
 
 
 class S3Client:
-    """Of one bucket, below one prefix. Any number of threads may share it."""
+    """A client of one bucket, below one prefix. Any number of threads may share it."""
 
     def __init__(
         self,

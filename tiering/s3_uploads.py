@@ -45,7 +45,7 @@ class Pending(NamedTuple):
 
 
 class S3Uploads:
-    """Of one store. Any number of threads may send at once."""
+    """Multipart uploads to one store. Any number of threads may send at once."""
 
     def __init__(
         self, client: S3Client, *, retries: Retries, parts_at_once: int, age_max_s: float, clock: Clock
@@ -213,7 +213,7 @@ class _Lane:
 
     def __init__(self, client: S3Client, name: str, upload: str) -> None:
         self.number = 0
-        """Of the part under way; 0 for none."""
+        """The number of the part under way; 0 for none."""
         self._client = client
         self._name = name
         self._upload = upload

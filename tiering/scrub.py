@@ -328,8 +328,8 @@ class Scrub:
     # ------------------------------------------------------------------ states
 
     def _look_at_states(self) -> Iterator[Step]:
-        """That they grow, without gaps: what is wrong with one, those around it make good. What they name and
-        the list does not is looked for by its name."""
+        """Check that the states grow, without gaps. What is wrong with one, those around it make good. What
+        they name and the list does not is looked for by its name."""
         last = self._states.number
         names = [state_name(number) for number in range(1, last + 1)]
         self._reached.update(names)

@@ -40,7 +40,7 @@ class Looked(NamedTuple):
 
 
 class CheckpointChecker:
-    """Of one archive. Several threads may share it."""
+    """Checks the checkpoints of one archive. Several threads may share it."""
 
     def __init__(self, store: Store, line: Line) -> None:
         self._store = store

@@ -217,7 +217,7 @@ def finding_of(error: LowwaterError, uri: str, name: str) -> Finding:
 
 
 def require_listed(name: str, listed: int | None, size: int | None) -> None:
-    """That the list has it, with this size."""
+    """Raise NotFound unless the list has the object, and Corrupt unless it has this size there."""
     if listed is None:
         found = parse(name)
         raise NotFound(f"the {found.type if found else 'object'} is gone")

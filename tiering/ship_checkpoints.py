@@ -120,8 +120,8 @@ class CheckpointShipper:
         return next((each for each in here if each.seq <= catalogue.hwm), None)
 
     def bring(self, stored: StoredCheckpoint, only: str = "") -> bool:
-        """Have all of it in the store, or the `only` object of this name, whatever the log says. False where
-        it has no such object."""
+        """Upload all objects of a checkpoint, or the one named `only`, whatever the log says. Return False
+        where the checkpoint has no such object."""
         index = self._read_index(stored)
         described = describe_checkpoint(index)
         has_it = False
@@ -164,8 +164,8 @@ class CheckpointShipper:
         )
 
     def _packs_there(self) -> frozenset[bytes]:
-        """Those of the checkpoint that the log recorded last. Its index is read from the store, where it has
-        to be: without it nothing is known, and everything is looked at."""
+        """Return the packs of the checkpoint that the log recorded last. Its index is read from the store,
+        where it has to be. Without it nothing is known, and everything is looked at."""
         last = self._core.catalogue.checkpoints.last
         if last is None or last.recorded_seq <= self._own_after:
             return frozenset()
@@ -220,7 +220,7 @@ class CheckpointShipper:
 def bring_checkpoint(
     core: Core, store: Store, checkpoint: CheckpointDescriptor, *, known: KnownObjects | None = None
 ) -> bool:
-    """Have a store that lacks it get a checkpoint that is here too. False where it is not here."""
+    """Upload a checkpoint to a store that lacks it. Return False where the checkpoint is not here."""
     for stored in core.checkpoints():
         if stored.seq == checkpoint.seq and stored.id == checkpoint.id:
             return CheckpointShipper(core, store, known=known).bring(stored)
@@ -228,7 +228,7 @@ def bring_checkpoint(
 
 
 def bring_object(core: Core, store: Store, name: str, *, known: KnownObjects) -> bool:
-    """Have one object of a checkpoint that is here in the store again. False where none has it here."""
+    """Upload one object of a checkpoint to the store again. Return False where no checkpoint here has it."""
     return any(CheckpointShipper(core, store, known=known).bring(each, name) for each in core.checkpoints())
 
 

@@ -258,7 +258,7 @@ class Shipper:
         return self._wait_s()
 
     def _try(self, backoff: Backoff, do: Callable[..., None], *arguments: Region) -> None:
-        """Have it done, unless it failed a short while ago."""
+        """Call `do`, unless it failed a short while ago."""
         if backoff.wait_s > 0 or self._is_over:
             return
         try:
@@ -318,7 +318,7 @@ class Shipper:
     # ------------------------------------------------------------------ segments
 
     def _ship(self) -> None:
-        """Have what is complete uploaded, and record what is there."""
+        """Queue complete segments for upload, and record those that are there."""
         core = self._core
         hwm, lwm = core.catalogue.hwm, core.marks().lwm
         self._queue.forget(hwm)
@@ -343,8 +343,8 @@ class Shipper:
             pass
 
     def _record(self) -> bool:
-        """Have the next segment recorded that all regions which count have. False where there is none, or it
-        has not happened yet."""
+        """Record the next segment, once all regions that count have it. Return False where there is none, or
+        where it is not recorded yet."""
         core = self._core
         catalogue = core.catalogue
         wanted = self._queue.first()
@@ -542,7 +542,7 @@ class Shipper:
             raise error
 
     def _upload_local(self, region: Region, segment: SegmentDescriptor) -> bool:
-        """Have a segment there. False where it is not here any more."""
+        """Upload a segment to a region. Return False where the segment is not here any more."""
         local = self._local(segment)
         if local is None:
             return False
@@ -634,8 +634,9 @@ class Shipper:
                 task.wake()  # checkpoints of what is shipped can follow
 
     def checkpoints_needed(self) -> list[int]:
-        """Of the checkpoints here: the one that is shipped next, and those that are recorded, but that no
-        manifest of ours tells of. Of the others it is known that a store has all of them."""
+        """Return the seqs of the checkpoints that shipping needs: the one that is shipped next, and those
+        that are recorded, but that no manifest of ours tells of. A store is known to have all of the
+        others."""
         core = self._core
         published_seq = max(region.published_seq for region in self._regions)
         recorded = core.catalogue.checkpoints

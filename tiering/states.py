@@ -37,14 +37,14 @@ NUMBER_MAX = 10**12
 
 
 class States:
-    """Those in one store. Not for several threads at once."""
+    """The states in one store. Not for several threads at once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.number = 0
-        """Of the newest when somebody last looked here, or wrote one; 0 where there is none."""
+        """The number of the newest state when somebody last looked, or wrote one; 0 where there is none."""
         self.seen: ArchiveState | None = None
-        """What that one says."""
+        """What the state of this number says."""
 
     def newest(self) -> ArchiveState | None:
         self._go_to(self._last_after(self.number or self._hinted()))
@@ -97,7 +97,7 @@ class States:
         return state
 
     def down_from(self, number: int) -> Iterator[ArchiveState]:
-        """Those that can be read, from this one on down; what is damaged or gone is passed over."""
+        """Yield the states that can be read, from this number on down. Pass over what is damaged or gone."""
         for each in range(number, max(0, number - PASSED_OVER_MAX), -1):
             try:
                 yield self.read(each)

@@ -22,15 +22,15 @@ class ArchiveStatus(NamedTuple):
     uri: str
     cluster_id: bytes
     epoch: int | None
-    """Of the newest manifest."""
+    """The epoch of the newest manifest."""
     epoch_claimed: int | None
-    """The highest: where it is above `epoch`, somebody has claimed it and published nothing yet."""
+    """The highest claimed epoch. Where it is above `epoch`, nothing was published in it yet."""
     epochs: list[int]
-    """Those that the log went through."""
+    """The epochs that the log went through."""
     manifest: str | None
     hwm: int
     time_us: int | None
-    """Of the last entry that is recorded as shipped."""
+    """The time of the last entry that is recorded as shipped."""
     segments: int
     entries: int
     raw_bytes: int

@@ -41,57 +41,61 @@ class FoundObject(NamedTuple):
 
 class Store(Protocol):
     uri: str
-    """What to call it in messages: no secret is in it."""
+    """How messages call the store. No secret is in it."""
 
     @property
     def hashing(self) -> Hashing | None:
-        """How it hashes what it has. None where nothing leaves this machine: what was written was synced."""
+        """Return how the store hashes what it has. None where nothing leaves this machine: what was written
+        was synced."""
         ...
 
     def write(self, name: str, parts: Iterable[Part], *, size: int | None) -> bool | None:
-        """Make the object of these bytes, `size` in all; None where it is not known before, and the object
-        may be too large for memory. True when this call made it, False when there was
-        one of that name, which is kept; None where that one may have been made by this call, which was
-        repeated below. UploadGone says that all parts have to be sent again: `send` does that."""
+        """Make the object from these bytes, `size` in all. None says that the size is not known before; the
+        object may be too large for memory then. Return True when this call made the object, and False when
+        there was one of that name, which is kept. Return None when that one may be this call's own, because a
+        layer below repeated the request. Raise UploadGone where all parts have to be sent again: `send` does
+        that."""
         ...
 
     def replace(self, name: str, parts: Iterable[Part], *, size: int | None) -> None:
-        """Make the object of these bytes, also where there is one of that name: for one that is known not to
-        be what its name says. Whoever reads it meanwhile sees the one or the other. Else as `write`."""
+        """Make the object from these bytes, even over one of that name. It is for an object that is known not
+        to be what its name says. Whoever reads it meanwhile sees the one or the other. All else is as in
+        `write`."""
         ...
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """The bytes from `start` to before `end`; what lies beyond the object is left out."""
+        """Return the bytes from `start` to before `end`. What lies beyond the object is left out."""
         ...
 
     def stat(self, name: str) -> FoundObject: ...
 
     def checksum(self, name: str) -> Checksum:
-        """What the store says of the object's bytes. An MD5 that is another one than was expected may be none
-        of them: only one that is equal says something."""
+        """Return what the store says of the object's bytes. An MD5 that differs from the expected one may be
+        no MD5 of these bytes at all: only an equal one says something."""
         ...
 
     def list(self, prefix: str = "", start_after: str = "") -> Iterator[FoundObject]:
-        """The objects whose names begin so, sorted, those above `start_after`; page by page, as they are
-        asked for."""
+        """Yield the objects whose names begin with `prefix` and are above `start_after`, sorted. Pages of the
+        list are fetched as they are asked for."""
         ...
 
     def copy(self, source: str, target: str) -> bool:
-        """Make the object `target` of the bytes of `source`, inside the store where that can do it; else
-        `pass_through` does. True when this call made it, False when there was one of that name, which is
-        kept. Where the store has no condition for it, two that make one name at once may both say True."""
+        """Make the object `target` from the bytes of `source`: inside the store where it can do that, else by
+        `pass_through`. Return True when this call made it, and False when there was one of that name, which
+        is kept. Where the store has no condition for it, two calls that make one name at once may both return
+        True."""
         ...
 
     def delete(self, name: str) -> None:
-        """No error where there is none."""
+        """Remove the object. It is no error where there is none."""
         ...
 
     def close(self) -> None: ...
 
 
 def send(write: Callable[[], T]) -> T:
-    """Write an object, and begin again where somebody removed its upload: a rule of the bucket, or another
-    sender that took it for one of a killed process."""
+    """Call `write`, which writes an object, and call it again where somebody removed its upload: a rule of
+    the bucket, or another sender that took it for one of a killed process."""
     for _ in range(UPLOADS_MAX - 1):
         try:
             return write()
@@ -113,7 +117,8 @@ SMALL_BYTES_MAX = 2**28
 
 
 def read_small(store: Store, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-    """All of an object that is small. Whatever lies in its place may not fit into memory."""
+    """Return all of an object that is small. Raise Corrupt where it has more than `bytes_max`: whatever lies
+    in its place may not fit into memory."""
     size = store.stat(name).size
     if size > bytes_max:
         raise Corrupt(f"the object has {size:,} bytes, and may have {bytes_max:,}", path=at(store.uri, name))
@@ -121,7 +126,7 @@ def read_small(store: Store, name: str, bytes_max: int = SMALL_BYTES_MAX) -> byt
 
 
 def at(uri: str, name: str) -> str:
-    """How errors name an object."""
+    """Return how errors name an object."""
     return f"{uri.rstrip('/')}/{name}"
 
 
@@ -132,7 +137,7 @@ def missing(uri: str, name: str) -> NotFound:
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no name in every store: a folder must not be left through it."""
+    """Raise InvalidEntry for what is no name in every store: a folder must not be left through it."""
     components = name.split("/")
     if (
         any(part in ("", ".", "..") for part in components)
@@ -145,7 +150,7 @@ def check_name(name: str) -> None:
 
 
 class Handle:
-    """What all stores need to say no."""
+    """The base of stores. It refuses bad names, calls after `close`, and writes to what is read only."""
 
     def __init__(self, uri: str, *, read_only: bool) -> None:
         self.uri = uri
@@ -174,7 +179,8 @@ class Handle:
 
 
 def counted(parts: Iterable[Part], size: int | None, where: str) -> Iterator[Part]:
-    """The parts, which must come to `size`, where it is known: else the object must not appear."""
+    """Yield the parts. Raise InvalidEntry unless they come to `size`, where it is known: the object must not
+    appear then."""
     total = 0
     for part in parts:
         total += len(part)

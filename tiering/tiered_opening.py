@@ -312,8 +312,8 @@ def open_tiered(
     progress: Progress | None = None,
     open_parent: OpenParent | None = None,
 ) -> Database:
-    """The same with everything that a test, or a simulation, puts in its place. The stores are the database's
-    from now on."""
+    """Open a database with these stores, and with all the parts that a test, or a simulation, replaces. The
+    stores are the database's from now on."""
     seams = seams or _real_seams()
     if not create:
         require_log(seams.files, log_directory or f"{path}/{LOG_DIRECTORY}")
@@ -366,8 +366,7 @@ class Engine(fed.FedEngine):
     ) -> None:
         """Open the engine in the directory `data`, or make one there. `tier` is the URI of its object store.
         `orchestrator` is told what the engine itself wants to have ordered; without one, nothing can be
-        shipped. The last five, and stores in the place of a URI, are what a test, or a simulation, puts in
-        their place."""
+        shipped. The last five parameters, and stores in the place of a URI, are for tests and simulations."""
         from lowwater.config import Config
 
         loaded = Config.load(config)
@@ -447,7 +446,7 @@ def with_checkpoints(options: EngineOptions, config: Config) -> EngineOptions:
 
 
 def open_stores(tier: str | None, config: TierConfig, *, is_new: bool = False) -> list[Store]:
-    """The store of a URI, or of the configuration, and its regions. None of them where nothing is shipped.
+    """Return the store of a URI, or of the configuration, and its regions; none where nothing is shipped.
     `is_new` says that the database is still to be made."""
     # Of what was shipped there has to be an archive: where its folder is missing, it is not mounted.
     return [

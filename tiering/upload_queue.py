@@ -40,7 +40,7 @@ class Stopping(Exception):
 
 class _Job(NamedTuple):
     number: int
-    """Of the region."""
+    """The number of the region."""
     wanted: WantedUpload
 
 
@@ -88,7 +88,7 @@ class UploadQueue:
             self._metrics.passed(size)
 
     def want(self, local: Segment) -> WantedUpload:
-        """Have a segment uploaded to the regions that count and lack it."""
+        """Queue a segment for upload to the regions that count and lack it."""
         wanted = self._wanted.get(local.seq_first)
         if wanted is None:
             wanted = WantedUpload(self._describe(local), local)
@@ -169,7 +169,7 @@ class UploadQueue:
             return job.wanted.troubles.setdefault(job.number, backoff)
 
     def upload(self, region: Region, segment: SegmentDescriptor, path: str) -> None:
-        """Have a segment that is here in a region."""
+        """Upload a segment that is here to a region."""
         began_s = self._seams.clock.monotonic()
         with self._lock:
             self.memory_bytes += self._part_bytes

@@ -91,9 +91,9 @@ def upload_segment(
     passing: Passing,
     known: KnownObjects | None = None,
 ) -> Uploaded:
-    """Have the segment at `path` in the store. Raises DataError for what is wrong with the file, or with an
-    object that is there in its place; one of STORE_ERRORS for the rest. `known` is as for
-    `write_verified`."""
+    """Upload the segment at `path` to the store, unless it is there. Raise DataError for what is wrong with
+    the file, or with an object that is there in its place, and one of STORE_ERRORS for the rest. `known` is
+    as for `write_verified`."""
     name, known = segment_name(segment), KnownObjects() if known is None else known
     if has_segment(store, files, path, segment, part_bytes=part_bytes, passing=passing, known=known):
         return Uploaded(False, store.stat(name).size)
@@ -208,7 +208,7 @@ def _size_of(store: Store, name: str) -> int | None:
 def copy_object(
     source: Store, target: Store, name: str, *, part_bytes: int, passing: Passing, known: KnownObjects
 ) -> bool:
-    """Have an object of one store, which has to be sound, in another one, as it is stored. False where that
-    name is taken."""
+    """Copy an object, which has to be sound, from one store to another, as it is stored. Return False where
+    that name is taken."""
     has_sound(source, name, None, known=KnownObjects(), passing=passing)
     return pass_through(source, name, target, name, part_bytes=part_bytes, known=known, passing=passing)

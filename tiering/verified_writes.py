@@ -59,25 +59,25 @@ class KnownObjects:
 
     def __init__(self) -> None:
         self.unsound: set[str] = set()
-        """Those that were doubted, and not seen to be sound since."""
+        """Names of the objects that were doubted, and not seen to be sound since."""
         # With the mark that the store had for it then.
         self._sound: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def doubt(self, name: str) -> None:
-        """That an object may not be what its name says, and may be written over then: this process has made
-        it a moment ago, or may have, or has read it and found it damaged."""
+        """Note that an object may not be what its name says, and may be written over then. This process has
+        made it a moment ago, or may have, or has read it and found it damaged."""
         with self._lock:
             self._sound.pop(name, None)
             self.unsound.add(name)
 
     def trust(self, name: str) -> None:
-        """That an object which was doubted was seen to be what its name says."""
+        """Note that an object which was doubted was seen to be what its name says."""
         with self._lock:
             self.unsound.discard(name)
 
     def note(self, name: str, said: Checksum) -> None:
-        """That an object was seen to be what its name says, when the store said this of it."""
+        """Note that an object was seen to be what its name says, when the store said this of it."""
         with self._lock:
             self.unsound.discard(name)
             self._sound.pop(name, None)
@@ -207,8 +207,8 @@ def pass_through(
     known: KnownObjects | None = None,
     passing: Passing = lambda _: None,
 ) -> bool:
-    """Have an object under a name in another store, or in its own, by reading and writing it: a part at a
-    time. False where that name is taken. `passing` is told of each part, and may raise to give up."""
+    """Copy an object to a name in another store, or in its own, by reading and writing it a part at a time.
+    Return False where that name is taken. `passing` is told of each part, and may raise to give up."""
     size = store.stat(name).size
     return write_verified(
         target,

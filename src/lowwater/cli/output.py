@@ -228,7 +228,7 @@ def progress_bars(names: Mapping[str, str] | None = None) -> Iterator[Callable[[
 
 
 def end_on_sigterm(ctx: click.Context) -> None:
-    """Have SIGTERM end the command as Ctrl-C does: what it opened is closed, what it began is removed."""
+    """Make SIGTERM end the command as Ctrl-C does: what it opened is closed, what it began is removed."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signal.SIGTERM)

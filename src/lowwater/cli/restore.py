@@ -42,11 +42,11 @@ def restore(
 ) -> None:
     """Make a database in DIRECTORY, which has to be new, from the archive at URI.
 
-    Without --at and --clone it goes on with the archive: opening it to write claims that, and whoever wrote
-    there before is refused from then on. Make sure that nobody does.
+    Without --at and --clone the database goes on with the archive: opening it to write claims the archive,
+    and whoever wrote there before is refused from then on. Make sure that nobody does.
 
-    It can be opened as soon as this ends, and reads what is not here yet from the archive. What was stopped
-    goes on when the same is called again.
+    The database can be opened as soon as this ends, and reads what is not here yet from the archive. A
+    restore that was stopped goes on when the same is called again.
     """
     end_on_sigterm(ctx)
     config = ctx.find_root().obj

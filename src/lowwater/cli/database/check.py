@@ -16,11 +16,11 @@ from lowwater.tiering.checking import check as check_it
 @click.pass_context
 def check(ctx: click.Context, path: str, as_json: bool) -> None:
     """Check every byte of a database: its log, its pages, the large values that pages refer to, and its
-    checkpoints. Of an archive, given by its URI, what `lowwater scrub --deep` checks.
+    checkpoints. For an archive, given by its URI, check what `lowwater scrub --deep` checks.
 
-    The directory may be open elsewhere; nothing is changed. The exit code is 0 when all is well, 65 when
-    data is damaged or missing, and 77 when something may not be read, of which nothing is known then. What is
-    found sound opens.
+    The directory may be open elsewhere; nothing is changed. The exit code is 0 when all is well, 65 when data
+    is damaged or missing, and 77 when something may not be read: nothing is known of that then. What is found
+    sound opens.
     """
     end_on_sigterm(ctx)
     findings = list(check_it(path, config=ctx.find_root().obj))

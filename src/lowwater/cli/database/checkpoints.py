@@ -40,10 +40,11 @@ def checkpoints(
 ) -> None:  # fmt: skip
     """List the checkpoints of a database, the newest first: seq, time, size and root.
 
-    With --rows it prints what a checkpoint holds: each key with its seq, its time and its value, and of a
-    large value where the log has it. Every hash on the way is compared. With --json each row is a line.
+    With --rows it prints what a checkpoint holds: each key with its seq, its time and its value. For a large
+    value it prints where the log has it. Every hash on the way is compared. With --json each row is a line.
 
-    The directory may be open elsewhere; nothing is changed. With --make it must not be, and one more is made.
+    The directory may be open elsewhere; nothing is changed. With --make it must not be open elsewhere, and
+    one more checkpoint is made.
 
     `lowwater check` verifies every byte of them.
     """

@@ -20,7 +20,7 @@ from lowwater.engine.seams.real import RealFiles
 @json_option
 @click.pass_context
 def compact_local(ctx: click.Context, path: str, yes: bool, as_json: bool) -> None:
-    """Write the file with all pages again without its free room, and give that back to the disk.
+    """Write the file with all pages again without its free room, and give that room back to the disk.
 
     The copy is read back and compared before it takes the place of the file, in a step that no crash halves.
     Meanwhile the disk has to have room for both. The log stays as it is.

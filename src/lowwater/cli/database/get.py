@@ -25,7 +25,7 @@ def get(
 ) -> None:
     """Write the value of a key to standard output, byte for byte.
 
-    With --json its seq, time and metadata as well; the value is base64 then.
+    With --json it prints the seq, time and metadata as well, and the value as base64.
 
     The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
     """

@@ -29,7 +29,7 @@ _MISSING = "check the path; `lowwater put --create` makes a database, and the bu
 def opened_to_write(
     ctx: click.Context, path: str, *, create: bool = False, config: Config | None = None
 ) -> Iterator[Database]:
-    """The database in a directory, with the configuration that the command line was given, or another one."""
+    """Open the database in a directory, with the configuration of the command line, or with another one."""
     end_on_sigterm(ctx)
     try:
         db = lowwater.open(path, config=config or ctx.find_root().obj, create=create)
@@ -44,7 +44,7 @@ def opened_to_write(
 
 @contextmanager
 def opened(ctx: click.Context, path: str) -> Iterator[Reads]:
-    """The same to read, also where an orchestrator feeds it: nothing is appended to a log that is fed."""
+    """Open a database to read, also one that an orchestrator feeds: to its log nothing is appended."""
     origin = read_origin(RealFiles(), path)
     if origin is not None and not origin.is_clone and not origin.is_continued:
         # To open it as a database is to go on with the archive, and to fence whoever writes there.

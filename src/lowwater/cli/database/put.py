@@ -64,8 +64,8 @@ def put(
 ) -> None:  # fmt: skip
     """Store a value from a file, or from standard input, and print its seq once it is durable.
 
-    Where the database has an object store, that is on this disk alone: what one command writes is shipped by
-    whoever opens the database for longer, or with --ship, which prints the seq first.
+    Where the database has an object store, the value is durable on this disk alone. It is shipped by whoever
+    opens the database for longer, or with --ship, which prints the seq first.
 
     The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
     """
@@ -93,7 +93,7 @@ def put(
 
 
 def _rehearse(config: Config, path: str, write: Callable[[Database], int], *, ship: bool) -> None:
-    """Have a new database in memory take the value: what that refuses makes no directory."""
+    """Write to a new database in memory: what that refuses makes no directory."""
     settings = configured(path, config)
     with open_with(
         path,

@@ -16,9 +16,9 @@ from lowwater.recovery.rebuild import rebuild_pages as rebuild
 def rebuild_pages(ctx: click.Context, path: str, *, tier: str | None, as_json: bool) -> None:
     """Make the pages of the database in PATH again: all of what they hold is in the log and its archive.
 
-    Where the log here begins with its first entry, nothing else is needed. Else pages become references to
-    the newest checkpoint of the archive, above which the log is applied; what of that is no longer here is
-    brought back first. The next opening does the rest.
+    Where the log here begins with its first entry, nothing else is needed. Otherwise pages become references
+    to the newest checkpoint of the archive, above which the log is applied. What of that log is no longer
+    here is brought back first. The next opening does the rest.
 
     The directory must not be open elsewhere. Nothing is deleted: pages that are there are kept beside.
     """

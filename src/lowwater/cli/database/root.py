@@ -17,7 +17,7 @@ from lowwater.cli.output import LocalPath, json_option, print_json
 @json_option
 @click.pass_context
 def root(ctx: click.Context, path: str, at: int | datetime | None, as_json: bool) -> None:
-    """Print the root: 64 characters that are equal where buckets, keys, versions and values are.
+    """Print the root: 64 characters that are the same where buckets, keys, versions and values are the same.
 
     The directory must not be open elsewhere. Opening it finishes what a crash has left undone.
     """

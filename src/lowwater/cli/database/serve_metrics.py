@@ -59,8 +59,8 @@ def serve_metrics(
     log, pages, checkpoints and cache take of the disk, and, where its archive is known, how far that is
     behind.
 
-    The directory may be open elsewhere; nothing is changed. What only the process knows that has it open
-    (latencies, the buffer pool) that one can serve itself: docs/operating/metrics.md says how.
+    The directory may be open elsewhere; nothing is changed. Latencies and the buffer pool are known only to
+    the process that has the directory open. It can serve them itself: docs/operating/metrics.md says how.
     """
     with _until_stopped():
         files, runner = RealFiles(), ThreadRunner()

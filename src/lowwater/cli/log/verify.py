@@ -21,8 +21,8 @@ from lowwater.engine.log.walk import is_directory
 def verify(ctx: click.Context, path: str, as_json: bool) -> None:
     """Check every byte of a log, or of one segment.
 
-    Frames, order, the chain of segments, footers and hashes. Nothing is changed. Of an archive this is what
-    its segments hold; `lowwater scrub` checks what else it has.
+    It checks frames, order, the chain of segments, footers and hashes. Nothing is changed. Of an archive it
+    checks what the segments hold; `lowwater scrub` checks what else the archive has.
     """
     findings: list[Finding] = []
     segments = entries = bytes_done = 0

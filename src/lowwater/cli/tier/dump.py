@@ -35,11 +35,12 @@ from lowwater.tiering.store import Store, at, read_small
 @json_option
 @click.pass_context
 def dump(ctx: click.Context, uri: str, name: str, values: str | None, as_json: bool) -> None:
-    """Print the rows of a manifest or of a checkpoint, by its NAME as `lowwater tier ls --long` shows it.
-    Those of a manifest are the segments, checkpoints and forks that it reaches, of a checkpoint its keys.
+    """Print the rows of a manifest or of a checkpoint, by its NAME as `lowwater tier ls --long` shows it. The
+    rows of a manifest are the segments, checkpoints and forks that it reaches, those of a checkpoint its
+    keys.
 
     Everything is compared with the hashes that lead to it. What is damaged ends the dump with an error, after
-    all rows before it. With --json each row is a line of JSON. Segments are for `lowwater log dump`.
+    all rows before it. With --json each row is a line of JSON. For segments, use `lowwater log dump`.
     """
     with opened_store(ctx, uri) as store:
         found = parse(name)

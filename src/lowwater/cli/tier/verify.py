@@ -29,8 +29,8 @@ def verify(
     """Verify every byte of one object, by its NAME as `lowwater tier ls --long` shows it, or of all objects
     of a range of seqs.
 
-    A range is compared with the catalogue, as a scrub does; of a single object it is found out whether it is
-    what its name says.
+    A range is compared with the catalogue, as a scrub does. A single object is compared with what its name
+    says.
     """
     is_range = seq_first is not None or seq_last is not None
     if is_range == (name is not None):
