@@ -318,10 +318,10 @@ class Begin(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Have all of a transaction take effect: its versions get the seq and the time of this entry. Refused,
-    and so an abort, where the transaction is doomed, or others have written since its snapshot what it has
-    read: `keys` are pairs of bucket and key, `ranges` are buckets with the first key and the one at which the
-    range ends, None for all from the first on."""
+    """Commit a transaction: its versions get the seq and the time of this entry. The commit is refused, and
+    so becomes an abort, where the transaction is doomed, or where others have written since its snapshot what
+    it has read. `keys` are pairs of bucket and key that it has read. `ranges` are buckets, each with the
+    first key and the key at which the range ends; None there means all from the first key on."""
 
     txn: int
     keys: Sequence[tuple[str, str]] = ()

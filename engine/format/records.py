@@ -188,7 +188,7 @@ def is_transactional(record: Record) -> bool:
 
 
 def transaction_of(record: Record) -> int:
-    """Of which one. Its group is the first one."""
+    """Return the id of the transaction that wrote a record. It is the first group after the fixed fields."""
     txn: int = _unpack_seq(record, _FIXED_END)[0]
     return txn
 

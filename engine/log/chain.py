@@ -125,9 +125,9 @@ def seal_entry(seq_first: int, *, origin: int = 0) -> Control:
 
 
 def checkpoint_entry(seq_before: int, *, full: bool = False, origin: int = 0) -> Control:
-    """Have every replica make a checkpoint of what is applied up to this entry. `seq_before` is the seq of
-    the last such entry, 0 for none. Blocks that the checkpoint of that one has are not written again, unless
-    this one is to be `full`."""
+    """Return the entry at which every replica makes a checkpoint of what is applied up to it. `seq_before` is
+    the seq of the last such entry, 0 for none. Blocks that the checkpoint of that one has are not written
+    again, unless this one is to be `full`."""
     body: dict[str, Any] = {"before": seq_before}
     if full:
         body["full"] = True

@@ -60,7 +60,8 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: LowwaterError, path: str) -> Finding:
-        """Of what may not be read nothing is known: then the error is raised."""
+        """Return the finding that tells of an error. Raise the error itself if it is a DeniedError: nothing
+        is known of what may not be read."""
         if isinstance(error, DeniedError):
             raise error
         # What errors advise elsewhere is what has led here.
