@@ -358,7 +358,8 @@ class Core:
             self._require_writable()
 
     def _order_in_time(self) -> float | None:
-        """Have a checkpoint entry ordered where it is time. How long until it may be."""
+        """Order a checkpoint entry if it is time, or ask for one. Return how many seconds to wait before
+        looking again; None where no option asks for such entries."""
         options = self.options
         interval_s, size_max = options.checkpoint_entry_interval_s, options.checkpoint_entry_bytes
         age_max_s = options.checkpoint_entry_age_max_s
@@ -409,7 +410,8 @@ class Core:
         return due is not None and (not due.base_seq or self._can_be_base(due.base_seq))
 
     def _can_be_base(self, seq: int) -> bool:
-        """The same, or whether it can be brought here."""
+        """With the lock held: whether the checkpoint of `seq` is here, is due with all that it needs, or can
+        be brought here."""
         is_there = self._recorded_checkpoint(seq) is not None and seq not in self._checkpointer.unreadable
         return is_there or self._comes(seq)
 
@@ -486,7 +488,7 @@ class Core:
 
     @property
     def ships_seq(self) -> int:
-        """Of the checkpoint that all replicas ship next; 0 where there is none yet."""
+        """The seq of the checkpoint that all replicas ship next; 0 where there is none yet."""
         return self._state.ships_seq
 
     def is_checkpoint_due(self, seq: int) -> bool:
@@ -633,7 +635,8 @@ class Core:
         self._wal.refuse_reentry()
 
     def _refuse_inside(self) -> None:
-        """The same for reads, which may find changes made by half, or wait for who waits for this thread."""
+        """Raise Busy to a signal handler that has interrupted its own thread where that has a lock. A read
+        there may find changes made by half, or wait for somebody who waits for this thread."""
         self._state.refuse_inside()
 
     def _read_value(self, place: bytes) -> bytes:
@@ -643,7 +646,8 @@ class Core:
         return self._values.read(place)
 
     def _refuse_in_handler(self) -> None:
-        """The same for what asks an object store, where locks are held in many places."""
+        """Raise Busy in a signal handler that has interrupted this package. It is for calls that ask an
+        object store, where locks are held in many places."""
         if is_in_handler():
             raise busy(self._log.directory)
 
@@ -753,12 +757,13 @@ class Core:
 
     @property
     def opened_bytes(self) -> int:
-        """Of the segment that is being written, as far as it is durable."""
+        """The size of the segment that is being written, as far as it is durable; 0 where there is none."""
         current = self._wal.store.current
         return 0 if current is None else current.durable_bytes
 
     def complete_segments(self, seq: int = 0) -> list[Segment]:
-        """Those that end above `seq`, in order; the last ones may have no footer yet."""
+        """Return the complete segments that end above `seq`, in order. The last ones may have no footer
+        yet."""
         with self._wal.lock:
             segments = self._wal.store.segments
             return segments[bisect_right(segments, seq, key=attrgetter("seq_last")) :]
@@ -773,14 +778,14 @@ class Core:
         self._wal.store.on_sealed = call
 
     def attach_tier(self, tier: Tier) -> None:
-        """Have the database ship. It is stopped and closed with it."""
+        """Make the database ship to `tier`, which is stopped and closed with the database."""
         assert self._tier is None, "a database ships to one place"
         self._tier = tier
         self._older = tier.older_versions(self._log, self._state.catalogue)
         self._checkpoint_task.wake()
 
     def before_close(self, stop: Callable[[], None]) -> None:
-        """Have something stopped that works on this engine, before it closes."""
+        """Call `stop` before the engine closes. It stops something that works on this engine."""
         self._before_close.append(stop)
 
     def ship(self, timeout: float | None = None) -> int:
@@ -830,7 +835,7 @@ class Core:
         self._age_task.wake()
 
     def propose_seal(self) -> None:
-        """Have the segment that is being written end."""
+        """End the segment that is being written, if there is one."""
         seq_first = self._wal.chain.seq_first
         if seq_first and self._failure is None:
             self.propose_control(seal_entry(seq_first))
@@ -889,9 +894,10 @@ class Core:
         return _as_described(here) == (body["epoch"], body["first"], body["last"], body["hash"])
 
     def propose_control(self, entry: Control) -> int | None:
-        """Have a control entry ordered. Where the engine orders entries itself, its seq once it is applied
-        and durable, or None where it would have no effect; where somebody else does, None, and the state
-        says later what came of it. Entries name what they expect, so they may be proposed again."""
+        """Order a control entry, or ask for it to be ordered. Where the engine orders entries itself, return
+        its seq once it is applied and durable, or None where it would have no effect. Where somebody else
+        orders them, return None; the state says later what came of it. Entries name what they expect, so they
+        may be proposed again."""
         raise NotImplementedError
 
     def flush(self) -> int:

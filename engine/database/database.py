@@ -215,7 +215,8 @@ class Database(Reads):
         may_use_reserve: bool = False,
         puts: _Puts | None = None,
     ) -> Any:
-        """The same without waiting: a ticket. What makes the log smaller may use the disk's reserve."""
+        """Order a write, and return its ticket without waiting until it is durable. With `may_use_reserve`,
+        which is for what makes the log smaller, it may use the disk's reserve."""
         state = self._state
         self._refuse_reentry()
         self._wait_for_room(timeout_s, may_use_reserve=may_use_reserve)
@@ -612,8 +613,8 @@ class Database(Reads):
     # ------------------------------------------------------------------ checkpoints
 
     def checkpoint(self) -> str:
-        """Have a checkpoint made of what is there now, and return its id once all of it is durable here.
-        Where nothing has happened since the last one, that is the one."""
+        """Make a checkpoint of what is there now, and return its id once all of it is durable here. If
+        nothing has happened since the last one, return the id of that one."""
         self._wal.refuse_forked()
         self._refuse_reentry()
         if self._one_checkpoint._is_owned():  # type: ignore[attr-defined]

@@ -322,9 +322,10 @@ class FedEngine(Reads):
         return self.marks().hwm
 
     def create_checkpoint(self, timeout_s: float | None = None) -> str:
-        """Have the orchestrator order a checkpoint entry, and return the id of the checkpoint once it is
-        durable here. The entry may still come after TimedOut. Whoever orders entries without being told
-        delivers `checkpoint_entry(...)` itself, and calls `wait_for_checkpoint(seq)`."""
+        """Ask the orchestrator for a checkpoint entry, and return the id of the checkpoint once it is durable
+        here. Raise TimedOut after `timeout_s`; the entry may still come then. Raise InputError where no
+        orchestrator was named. Whoever orders entries without being told delivers `checkpoint_entry(...)`
+        itself, and calls `wait_for_checkpoint(seq)`."""
         if self._orchestrator is None:
             raise InputError(
                 "nobody was named who orders entries",

@@ -50,8 +50,8 @@ class StorageEngine(Protocol):
         ...
 
     def create_checkpoint(self) -> str:
-        """Have the orchestrator order a checkpoint entry, and return the checkpoint's id once it is durable
-        here. Raises InputError where no orchestrator was named."""
+        """Ask the orchestrator for a checkpoint entry, and return the checkpoint's id once it is durable
+        here. Raise InputError where no orchestrator was named."""
         ...
 
     def wait_for_checkpoint(self, seq: int) -> str:

@@ -64,7 +64,8 @@ class Reads(Core):
         return found, rests_on
 
     def _newest_here(self, bucket: str, key: str, reader: PlaceReader | None = None) -> Object | None:
-        """The same for who holds no lock: where the page is away, it is read."""
+        """Return the newest version of a key, or None where there is none. A page that is away is read, so
+        the caller holds no lock."""
         self._refuse_inside()
         return self._state.away.call(lambda: self._newest(bucket, key, reader))[0]
 
@@ -207,8 +208,8 @@ class Reads(Core):
     def _lists_at(
         self, bucket: str, low: bytes, high: bytes, pinned: int, reader: PlaceReader | None = None
     ) -> Iterator[Sequence[Object]]:
-        """The same in lists, of a moment that is pinned: where a limit has taken versions of some keys, what
-        is left is read from elsewhere."""
+        """Yield the objects from `low` to below `high` in lists, as of the seq `pinned`, which is pinned.
+        Where a limit has taken versions of some keys, what is left is read from elsewhere."""
         last: str | None = None
         try:
             for objects in self._state.scan_lists(bucket, low, high, pinned, reader):

@@ -215,7 +215,7 @@ class Session:
     # ------------------------------------------------------------------ its life
 
     def keep_alive(self) -> int:
-        """Have the time to live begin again. Every request does that too."""
+        """Start the session's time to live again. Every request does that too."""
         return self._control(Control(Kind.SESSION_KEEP, {"session": self.id}))
 
     def close(self) -> None:

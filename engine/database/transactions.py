@@ -290,8 +290,8 @@ class Transaction:
     # ------------------------------------------------------------------ ending
 
     def commit(self) -> int | None:
-        """Have all writes take effect, and return their seq; None where there were none. Raises Conflict,
-        and has no effect, where somebody else was first."""
+        """Make all writes take effect, and return their seq; None where there were none. Raise Conflict,
+        without effect, if somebody else was first."""
         with self._held.using:
             self._require_use()
             committed = False
