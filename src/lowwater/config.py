@@ -68,7 +68,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_optional_bytes(value: object) -> int | None:
-    """The same, and `"none"` for no limit."""
+    """`"64 MiB"` is 67,108,864, a plain number is bytes, and `"none"` stands for no limit."""
     return None if value is None or value == "none" else parse_bytes(value)
 
 
