@@ -31,15 +31,16 @@ BUCKET_BYTE = 0  # what the encoded keys of the buckets' own records begin with
 
 
 class Snapshot(NamedTuple):
-    """A named snapshot: what it is of, and when it ends, which is None for one that is dropped by hand."""
+    """A named snapshot: the seq that it shows, and when it ends. The end is None where it is dropped by
+    hand."""
 
     seq: int
     expires_us: int | None
 
 
 class Pin:
-    """A moment that somebody reads for as long as this is held: an interrupt may come before it is given
-    back."""
+    """A moment that somebody reads, for as long as this object is held. An interrupt may come before it is
+    given back."""
 
     __slots__ = ("__weakref__", "seq")
 
