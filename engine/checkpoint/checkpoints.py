@@ -153,8 +153,7 @@ class StoredCheckpoint:
         return made_of(KnownBlocks, made_of(Listed, *listed), made_of(Location, *locations))
 
     def columns_of(self, entry: ListEntry) -> KnownColumns:
-        """Return the blocks of a list and where they lie, as columns. It takes half the time of
-        `blocks_of`."""
+        """Return the blocks of a list and where they lie, as columns, in half the time of `blocks_of`."""
         with typed_errors(f"{self.packs_directory}/{pack_name(entry.pack)}", "read a pack"):
             data = self.read_packed(entry.pack, entry.offset, entry.list_bytes + entry.locations_bytes)
             listed = list_columns(data[: entry.list_bytes], entry.list_hash)

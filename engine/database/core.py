@@ -762,8 +762,7 @@ class Core:
         return 0 if current is None else current.durable_bytes
 
     def complete_segments(self, seq: int = 0) -> list[Segment]:
-        """Return the complete segments that end above `seq`, in order. The last ones may have no footer
-        yet."""
+        """Return the complete segments that end above `seq`, in order. The last ones may lack a footer."""
         with self._wal.lock:
             segments = self._wal.store.segments
             return segments[bisect_right(segments, seq, key=attrgetter("seq_last")) :]
@@ -942,8 +941,7 @@ class Core:
 
     def check(self, *, away: bool = False) -> Iterator[Finding]:
         """Verify the log, the pages and the checkpoints, byte for byte, and return the findings. No findings
-        mean that all are sound. Pages that are away are read only with `away`; their references always
-        are."""
+        mean that all are sound. Pages that are away are read only with `away`, their references always."""
         self._require_open()
         self._refuse_in_handler()
         return self._check(away=away)

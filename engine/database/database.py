@@ -302,8 +302,7 @@ class Database(Reads):
         timeout_s: float | None = None,
     ) -> int:
         """Store a value, and return its seq once it is durable. `if_absent` stores it only where the key has
-        no value. `if_seq` stores it only where the key's newest version has this seq (0: where there is
-        none)."""
+        no value. `if_seq` stores it only where the newest version has this seq (0: where there is none)."""
         if if_absent and if_seq:
             raise InputError("a key that is absent has no seq", hint="give if_absent or if_seq, not both")
         if if_absent or if_seq is not None:
@@ -539,9 +538,8 @@ class Database(Reads):
     # ------------------------------------------------------------------ sessions
 
     def session(self, session_id: int | None = None, *, ttl: float | timedelta = TTL_S_DEFAULT) -> Session:
-        """Open a session, or go on with the one that has the id `session_id`. A request of a session happens
-        once, however often it is made. The session ends when it was not used for `ttl` (seconds, or a
-        timedelta)."""
+        """Open a session, or go on with the one that has this id. Its requests happen once, however often
+        they are made. It ends when it was not used for `ttl` (seconds, or a timedelta)."""
         self._require_open()
         if session_id is None:
             entry = Control(Kind.SESSION_OPEN, {"ttl_us": duration_us(ttl, "time to live")})
@@ -644,8 +642,7 @@ class Database(Reads):
                 self._one_checkpoint.release()
 
     def aio(self) -> AsyncDatabase:
-        """Return the database for coroutines. It has the calls that read and write keys; others go through
-        its `run`."""
+        """Return the calls that read and write keys, for coroutines. Its `run` makes the others."""
         return AsyncDatabase(self)
 
 

@@ -269,8 +269,7 @@ class Reads(Core):
         return state.pin(seq)
 
     def seq_at(self, moment: datetime) -> int:
-        """Return the seq of the last entry that is not after `moment`. Raise VersionGone where there is
-        none."""
+        """Return the seq of the last entry not after `moment`. Raise VersionGone where there is none."""
         self._require_open()
         time_us = time_us_of(moment)
         self._refuse_inside()

@@ -127,8 +127,7 @@ class Session:
         request: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Write all entries or none, as one request. Unlike those of `Database.write`, they may have
-        conditions."""
+        """Write all entries or none, as one request. Unlike in `Database.write`, they may have conditions."""
         return self._write(lambda of: Write(entries, of), request, timeout_s, "write")
 
     def create_bucket(self, bucket: str, *, request: int | None = None) -> int:
@@ -205,8 +204,7 @@ class Session:
         return results
 
     def acknowledge(self, request: int) -> None:
-        """Say that the results of all requests up to this number are known. They are forgotten with the next
-        request."""
+        """Say that all results up to this request are known. They are forgotten with the next request."""
         if not isinstance(request, int) or isinstance(request, bool) or request < 0:
             raise InputError(f"the request is {request!r:.80}", hint="give the number of a request")
         with self._lock:

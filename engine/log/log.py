@@ -299,7 +299,7 @@ class Log:
 
     @property
     def torn_bytes(self) -> int:
-        """The size of the batch that a crash had torn, and that opening removed. None of it was ever
+        """How many bytes opening removed of a batch that a crash had torn. None of it was ever
         acknowledged."""
         return self._wal.torn_bytes
 
@@ -333,7 +333,7 @@ class Log:
         return self._wal.submit(self._build(entries), timeout_s=timeout_s)
 
     async def append_async(self, *entries: Writable) -> int:
-        """Append entries from a coroutine, and return the last seq. If it is cancelled, they may still be
+        """Append entries from a coroutine, and return the last seq. A cancelled append may still be
         written."""
         return await self._wal.append_async(self._build(entries))
 

@@ -522,8 +522,7 @@ class LmdbPages:
         return (self._environment.info()["last_pgno"] + 1) * page_bytes
 
     def _require_sound(self) -> None:
-        """Raise unless LMDB can follow the file, and it holds the keys and the meta that were written
-        last."""
+        """Raise unless LMDB can follow the file, and it has the keys and the meta that were written last."""
         with self._seen():
             found = self._found()
             stored = found.values.get(FORMAT_KEY)

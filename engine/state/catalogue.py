@@ -146,8 +146,7 @@ def checkpoint_shipped_entry(before: int, checkpoint: CheckpointDescriptor, *, o
 
 
 def fork_entry(fork: Fork, *, origin: int = 0) -> Control:
-    """Return the entry that says that another owner goes on from here. It has to be the first of its
-    segment."""
+    """Return the entry by which another owner goes on from here. It has to be the first of its segment."""
     return Control(Kind.FORK, _body_of(fork), origin)
 
 

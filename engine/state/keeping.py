@@ -31,8 +31,7 @@ BUCKET_BYTE = 0  # what the encoded keys of the buckets' own records begin with
 
 
 class Snapshot(NamedTuple):
-    """A named snapshot: the seq that it shows, and when it ends. The end is None where it is dropped by
-    hand."""
+    """A named snapshot: the seq that it shows, and when it ends (None: when it is dropped by hand)."""
 
     seq: int
     expires_us: int | None
