@@ -93,6 +93,19 @@ def test_no_class_name_stands_in_two_modules() -> None:
     assert {name: paths for name, paths in by_name.items() if len(paths) > 1} == {}
 
 
+def test_no_docstring_begins_as_a_riddle() -> None:
+    """An editor shows a docstring on hover, alone: nobody sees the one above that it leans on."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    riddles = re.compile(r"(The same|Of|That|Those|Have)\b")
+    found = [
+        f"{path}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', '')}: {text.splitlines()[0]}"
+        for path, tree in sources(*LAYERS, "src")
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and riddles.match(text := ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(["say what it does or returns:", *found])
+
+
 def test_the_engine_opens_no_file_by_itself() -> None:
     """A file that is opened past the seams is one that the crash tests cannot lose."""
     for path, tree in sources("engine"):

@@ -219,8 +219,8 @@ class Checkpointer:
         yield from self._thin_out()
 
     def _bring(self, seq: int) -> Generator[None, None, StoredCheckpoint | None]:
-        """Have a checkpoint here that is in the archive, as in a directory that was restored: what comes next
-        need not be written, and shipped, as a whole."""
+        """Bring a checkpoint here from the archive, as in a directory that was restored. Then what comes next
+        need not be written, and shipped, as a whole. Return None where the archive does not have it."""
         try:
             found = self._from_archive(seq)
             if found is None:

@@ -67,8 +67,8 @@ _PACK = re.compile(r"([0-9a-f]{64})\.pack")
 
 
 class CheckpointRow(NamedTuple):
-    """A live key in a checkpoint. Of a large value there is its length and BLAKE3, and where the log has it
-    instead of the bytes. Of a bucket's own record, `key` is its name and `bucket` is empty."""
+    """A live key in a checkpoint. A large value is given by its length, its BLAKE3 and where the log has it,
+    instead of its bytes. In a bucket's own record, `key` is its name and `bucket` is empty."""
 
     bucket: str
     key: str
@@ -96,7 +96,7 @@ class StoredCheckpoint:
 
     @property
     def id(self) -> str:
-        """What it is called: its seq, and the beginning of its hash."""
+        """The id of the checkpoint: its seq, and the beginning of its hash."""
         name = self.path.rpartition("/")[2]
         return name.removeprefix("checkpoint-").removesuffix(".ckpt")
 
@@ -112,7 +112,7 @@ class StoredCheckpoint:
 
     @property
     def file_hash(self) -> bytes:
-        """Of the index."""
+        """The hash of the index file."""
         return self._loaded[1]
 
     @property
@@ -153,7 +153,7 @@ class StoredCheckpoint:
         return made_of(KnownBlocks, made_of(Listed, *listed), made_of(Location, *locations))
 
     def columns_of(self, entry: ListEntry) -> KnownColumns:
-        """The same by columns, which takes half the time."""
+        """Return the blocks of a list and where they lie, as columns, in half the time of `blocks_of`."""
         with typed_errors(f"{self.packs_directory}/{pack_name(entry.pack)}", "read a pack"):
             data = self.read_packed(entry.pack, entry.offset, entry.list_bytes + entry.locations_bytes)
             listed = list_columns(data[: entry.list_bytes], entry.list_hash)
@@ -167,7 +167,7 @@ class StoredCheckpoint:
             yield from self.blocks_of(entry)
 
     def columns(self) -> Iterator[KnownColumns]:
-        """Those of each list, in order."""
+        """Yield the blocks of each list and where they lie, as columns, in order."""
         return map(self.columns_of, self.index.lists)
 
     # ------------------------------------------------------------------ rows
@@ -272,7 +272,8 @@ class Checkpoints:
     # ------------------------------------------------------------------ what is here
 
     def require_of(self, cluster_id_at: Callable[[int], bytes], seq_last: int) -> None:
-        """That they were made of this log, which ends at `seq_last`. `cluster_id_at(seq)` is whose it was."""
+        """Raise Corrupt unless the checkpoints were made of this log, which ends at `seq_last`.
+        `cluster_id_at(seq)` says whose the log was at a seq."""
         if not self._complete:
             return
         newest = self._complete[0]
@@ -292,7 +293,7 @@ class Checkpoints:
 
     @property
     def complete(self) -> list[StoredCheckpoint]:
-        """Those that are durable here, the newest first."""
+        """The checkpoints that are durable here, the newest first."""
         return list(self._complete)
 
     @property
@@ -434,8 +435,8 @@ def _seq_of(stored: StoredCheckpoint) -> int:
 
 
 def read_checkpoint(path: str | os.PathLike[str], files: Files | None = None) -> Iterator[CheckpointRow]:
-    """The rows of the checkpoint with this index file, whose packs lie where its data directory has them. All
-    hashes are compared: what comes out is what the name of the file stands for."""
+    """Return the rows of a checkpoint, given its index file. The packs must lie where its data directory has
+    them. All hashes are compared: what comes out is what the name of the file stands for."""
     stored = open_checkpoint(local_path(path), files)
     stored.index  # noqa: B018 — a damaged one is told before the first row
     return stored.rows()

@@ -269,9 +269,9 @@ class _Chunk(NamedTuple):
     stored: StoredColumns | None
     page: DataPage | None
     listed: Listed | None = None
-    """Of a page that is away: the block that its rows are, if nothing else belongs to it."""
+    """The block of a page that is away: the page's rows are that block, if nothing else belongs to it."""
     read: Callable[[], _Chunk] | None = None
-    """What gives the same with its rows."""
+    """Returns the chunk with its rows, where the page is away."""
 
     def here(self) -> _Chunk:
         return self if self.read is None else self.read()
@@ -351,7 +351,7 @@ def _joined(parts: list[Rows]) -> Rows:
 
 
 def _chunk_away(stretch: PageStretch, reference: Reference, seq: int, state: State) -> _Chunk:
-    """Of a page that is away and is one block."""
+    """Return the chunk of a page that is away and is one block."""
     key, data = stretch.key, stretch.page
     assert key is not None
     assert isinstance(data, bytes)
@@ -487,7 +487,7 @@ def _chunk(
     values: Sequence[bytes],
     stretch: PageStretch,
 ) -> _Chunk:
-    """Of columns with values as pages have them."""
+    """Return the chunk of these columns, whose values are as pages have them."""
     values, places = as_content(flags, values)
     first = keys[0]
     may_begin = first in stretch.changes or page_key(first) == stretch.key

@@ -127,7 +127,7 @@ def _mark_of(checkpoint: Checkpoint) -> bytes:
 
 
 def _require_room(store: PageStore, checkpoint: Checkpoint) -> None:
-    """That there is nothing, or the beginning of the same."""
+    """Raise AlreadyExists unless the store is empty, or has the beginning of this very installation."""
     stored = store.read_meta()
     is_empty = not stored and next(store.page_keys(), None) is None
     if not is_empty and stored != {INSTALLING_KEY: _mark_of(checkpoint)}:

@@ -63,8 +63,8 @@ class Leaving:
         self._put_back = put_back
 
     def leave(self, checkpoint: Base, wants: Callable[[bytes], bool] = _always) -> int:
-        """Have pages leave that are blocks of this checkpoint, all of whose packs are where blocks are read.
-        `wants` chooses by page key. Returns how many left."""
+        """Put references in the place of pages that are blocks of this checkpoint. All of its packs must be
+        where blocks are read. `wants` chooses by page key. Return how many pages left."""
         away = self._state.away
         before = away.left
         blocks = checkpoint.blocks()
@@ -126,8 +126,8 @@ class Leaving:
         return oldest
 
     def bring(self, keys: Iterable[bytes]) -> int:
-        """Have the pages of these page keys here again, those that are away. Returns how many were. Raises
-        what is in the way of one; those before it are here, or will be."""
+        """Bring back the pages of these page keys that are away. Return how many were. Raise what is in the
+        way of one; those before it are here, or will be."""
         state = self._state
         count = 0
         for key in keys:

@@ -227,7 +227,7 @@ class Packing:
 
     @property
     def bytes_written(self) -> int:
-        """Of all packs that were written."""
+        """The size of all packs that were written."""
         return sum(self._sizes.values())
 
     def _size_of(self, pack: bytes) -> int:

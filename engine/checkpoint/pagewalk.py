@@ -107,7 +107,7 @@ def _look_up(
 
 
 def _read(state: State, run: list[PageStretch]) -> list[PageStretch]:
-    """The same with pages as they are stored, where they are not in memory."""
+    """Return the stretches, with pages as they are stored where they are not in memory."""
     missing = [each.key for each in run if each.key is not None and each.page is None]
     if not missing:
         return run

@@ -31,8 +31,8 @@ SCAN_RUN = 256
 
 
 class AsyncDatabase:
-    """`db.aio()`: the calls of `Database` that read and write keys, awaitable. Transactions stay with
-    threads: run a function that uses one, or any other call, with `run`."""
+    """The calls of `Database` that read and write keys, awaitable, as `db.aio()` returns them. Transactions
+    stay with threads: call a function that uses one, or anything else, with `run`."""
 
     def __init__(self, database: Database, *, threads: int = THREADS) -> None:
         self._database = database
@@ -83,7 +83,7 @@ class AsyncDatabase:
         at: At | None = None,
         wait_s: float | None = None,
     ) -> AsyncIterator[Object]:
-        """The objects of a bucket in the order of their keys, all as of one moment."""
+        """Yield the objects of a bucket in the order of their keys, all as of one moment."""
         scan = partial(self._database.scan, bucket, prefix, start_after=start_after, at=at, wait_s=wait_s)
         found: Any = await self._in_thread(scan)
         in_use = threading.Lock()

@@ -94,8 +94,8 @@ PAUSE_S = 0.00005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How this process works. Nothing here changes a byte that is shared, but by the entries that it asks
-    for: those of `versions`."""
+    """How this process works. Nothing here changes a byte that is shared, except through the entries that it
+    asks for, such as those of `versions`."""
 
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
@@ -358,7 +358,8 @@ class Core:
             self._require_writable()
 
     def _order_in_time(self) -> float | None:
-        """Have a checkpoint entry ordered where it is time. How long until it may be."""
+        """Order a checkpoint entry if it is time, or ask for one. Return how many seconds to wait before
+        looking again; None where no option asks for such entries."""
         options = self.options
         interval_s, size_max = options.checkpoint_entry_interval_s, options.checkpoint_entry_bytes
         age_max_s = options.checkpoint_entry_age_max_s
@@ -409,7 +410,8 @@ class Core:
         return due is not None and (not due.base_seq or self._can_be_base(due.base_seq))
 
     def _can_be_base(self, seq: int) -> bool:
-        """The same, or whether it can be brought here."""
+        """With the lock held: whether the checkpoint of `seq` is here, is due with all that it needs, or can
+        be brought here."""
         is_there = self._recorded_checkpoint(seq) is not None and seq not in self._checkpointer.unreadable
         return is_there or self._comes(seq)
 
@@ -429,8 +431,8 @@ class Core:
         return self._tier.read_checkpoint(found)
 
     def wait_for_checkpoint(self, seq: int) -> str:
-        """Return the id of the checkpoint that the entry `seq` asked for, once it is durable here. Raises
-        what was in its way."""
+        """Return the id of the checkpoint that the entry `seq` asked for, once it is durable here. Raise the
+        error that was in its way."""
         require_seq(seq)
         self._require_open()
         while True:
@@ -451,23 +453,23 @@ class Core:
             self._let_others_run()
 
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """The checkpoints that are durable here, the newest first."""
+        """Return the checkpoints that are durable here, the newest first."""
         self._require_open()
         return self._checkpoints.complete
 
     def pass_over_checkpoint(self, seq: int) -> None:
-        """Do without the checkpoint of `seq`, whose files here are damaged. What would rest on it is made
-        whole, unless it is in the archive."""
+        """Do without the checkpoint of `seq`, whose files here are damaged. A checkpoint that would rest on
+        it is made whole, unless this one is in the archive."""
         with self._checkpointing:
             self._checkpoints.pass_over(seq)
 
     def checkpoints_bytes(self) -> int:
-        """What they take of the disk."""
+        """Return how many bytes the checkpoints take of the disk."""
         return self._checkpoints.size_bytes()
 
     @property
     def cache_bytes(self) -> int:
-        """What is kept on the disk of what was read from the object store."""
+        """How many bytes of what was read from the object store are kept on the disk."""
         return 0 if self._tier is None else self._tier.cache_bytes
 
     @property
@@ -486,7 +488,7 @@ class Core:
 
     @property
     def ships_seq(self) -> int:
-        """Of the checkpoint that all replicas ship next; 0 where there is none yet."""
+        """The seq of the checkpoint that all replicas ship next; 0 where there is none yet."""
         return self._state.ships_seq
 
     def is_checkpoint_due(self, seq: int) -> bool:
@@ -633,7 +635,8 @@ class Core:
         self._wal.refuse_reentry()
 
     def _refuse_inside(self) -> None:
-        """The same for reads, which may find changes made by half, or wait for who waits for this thread."""
+        """Raise Busy to a signal handler that has interrupted its own thread where that has a lock. A read
+        there may find changes made by half, or wait for somebody who waits for this thread."""
         self._state.refuse_inside()
 
     def _read_value(self, place: bytes) -> bytes:
@@ -643,7 +646,8 @@ class Core:
         return self._values.read(place)
 
     def _refuse_in_handler(self) -> None:
-        """The same for what asks an object store, where locks are held in many places."""
+        """Raise Busy in a signal handler that has interrupted this package. It is for calls that ask an
+        object store, where locks are held in many places."""
         if is_in_handler():
             raise busy(self._log.directory)
 
@@ -692,11 +696,11 @@ class Core:
 
     @property
     def directory(self) -> str:
-        """Where the log is."""
+        """The directory of the log."""
         return self._log.directory
 
     def log(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Entry]:
-        """The durable entries from `start` on."""
+        """Return the durable entries from `start` on. With `follow`, wait for more until the log closes."""
         self._require_open()
         return self._log.read(start, follow=follow)
 
@@ -723,7 +727,7 @@ class Core:
 
     @property
     def counted_hwm(self) -> int:
-        """Up to here the high-water mark counts: for purging, and for who waits until entries are shipped."""
+        """The high-water mark that counts, for purging and for whoever waits until entries are shipped."""
         return self._counted_hwm
 
     # ------------------------------------------------------------------ the object store
@@ -742,7 +746,7 @@ class Core:
 
     @property
     def failure(self) -> LowwaterError | None:
-        """Why writes are refused, if they are."""
+        """The error for which writes are refused; None where they are not."""
         return self._failure or self._wal.failure
 
     @property
@@ -753,18 +757,18 @@ class Core:
 
     @property
     def opened_bytes(self) -> int:
-        """Of the segment that is being written, as far as it is durable."""
+        """The size of the segment that is being written, as far as it is durable; 0 where there is none."""
         current = self._wal.store.current
         return 0 if current is None else current.durable_bytes
 
     def complete_segments(self, seq: int = 0) -> list[Segment]:
-        """Those that end above `seq`, in order; the last ones may have no footer yet."""
+        """Return the complete segments that end above `seq`, in order. The last ones may lack a footer."""
         with self._wal.lock:
             segments = self._wal.store.segments
             return segments[bisect_right(segments, seq, key=attrgetter("seq_last")) :]
 
     def finish_sealing(self) -> None:
-        """Give the complete segments their footers, which the background would do too."""
+        """Give the complete segments their footers. The background would do that too."""
         if not all(each.sealed for each in self.complete_segments()):
             with typed_errors(self.directory, "seal a segment"):
                 self._seams.runner.apart(self._wal.store.seal_all)
@@ -773,23 +777,24 @@ class Core:
         self._wal.store.on_sealed = call
 
     def attach_tier(self, tier: Tier) -> None:
-        """Have the database ship. It is stopped and closed with it."""
+        """Make the database ship to `tier`, which is stopped and closed with the database."""
         assert self._tier is None, "a database ships to one place"
         self._tier = tier
         self._older = tier.older_versions(self._log, self._state.catalogue)
         self._checkpoint_task.wake()
 
     def before_close(self, stop: Callable[[], None]) -> None:
-        """Have something stopped that works on this engine, before it closes."""
+        """Call `stop` before the engine closes. It stops something that works on this engine."""
         self._before_close.append(stop)
 
     def ship(self, timeout: float | None = None) -> int:
-        """Seal what is being written, and return once all that is durable now is in the object store, with
-        the checkpoint that was made last, is recorded, and counts: the high-water mark. A tail of nothing but
-        what shipping itself writes stays.
+        """Seal what is being written, and ship all that is durable now. Return the high-water mark once all
+        of it, with the checkpoint that was made last, is in the object store, is recorded, and counts. A tail
+        of nothing but what shipping itself writes stays.
 
-        With a `timeout`, in seconds, a store that does not answer is tried again until then; the error is
-        then the store's, or TimedOut. Without one it raises what the store answers."""
+        With a `timeout`, in seconds, try again until then while the store does not answer; then raise the
+        store's error, or TimedOut. Without one, raise what the store answers.
+        """
         self._require_open()
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
             raise InputError(f"timeout is {timeout!r:.80}", hint="give seconds, or None")
@@ -798,7 +803,7 @@ class Core:
         return tier.ship(timeout)
 
     def shipping(self) -> ShippingStatus:
-        """How far shipping is, and what is in its way."""
+        """Return how far shipping is, and what is in its way."""
         self._require_open()
         return self._require_tier().status()
 
@@ -811,8 +816,8 @@ class Core:
         return self._tier
 
     def seal_by_age(self, age_max_s: float) -> None:
-        """From now on, have what is being written sealed when its first entry is so old. What there is of
-        nothing but what shipping itself writes is not."""
+        """From now on, seal the segment that is being written when its first entry is `age_max_s` old. A
+        segment of nothing but what shipping itself writes is not sealed."""
 
         def step() -> float | None:
             if self._failure is not None:
@@ -830,14 +835,15 @@ class Core:
         self._age_task.wake()
 
     def propose_seal(self) -> None:
-        """Have the segment that is being written end."""
+        """End the segment that is being written, if there is one."""
         seq_first = self._wal.chain.seq_first
         if seq_first and self._failure is None:
             self.propose_control(seal_entry(seq_first))
 
     def purgeable_seq(self) -> int:
-        """Up to here nobody needs the local log: it is shipped and counts, its changes are in pages, and no
-        transaction that is open began there. 0 where what is purged could not be read from elsewhere."""
+        """Return the seq up to which nobody needs the local log. Up to there it is shipped and counts, its
+        changes are in pages, and no open transaction began there. Return 0 where what is purged could not be
+        read from elsewhere."""
         if self._log.cold_source is None:
             return 0
         with self._state.lock:
@@ -846,8 +852,8 @@ class Core:
             return max(0, min(bounds))
 
     def purge(self, seq: int) -> int:
-        """Remove segments that hold nothing above `seq`, nor above what may be purged. Returns the seq up to
-        which entries are gone."""
+        """Remove the segments that hold nothing above `seq`, nor above what may be purged. Return the seq up
+        to which entries are gone."""
         require_seq(seq)
         self._refuse_in_handler()
         seq = min(seq, self.purgeable_seq())
@@ -860,9 +866,9 @@ class Core:
         return purged
 
     def mark_counts(self, hwm: int) -> int:
-        """Say that a manifest with this high-water mark was read back, and that nobody has claimed a higher
-        epoch since. Returns the mark that counts: never above what is recorded durably here, and never
-        falling while the engine is open. It is nowhere stored: each process has to find out by itself."""
+        """Note that a manifest with this high-water mark was read back, and that nobody has claimed a higher
+        epoch since. Return the mark that counts. It is never above what is recorded durably here, and never
+        falls while the engine is open. It is stored nowhere: each process has to find out by itself."""
         require_seq(hwm)
         with self._state.lock:
             self._counted_hwm = max(self._counted_hwm, min(hwm, self.marks().hwm))
@@ -889,14 +895,15 @@ class Core:
         return _as_described(here) == (body["epoch"], body["first"], body["last"], body["hash"])
 
     def propose_control(self, entry: Control) -> int | None:
-        """Have a control entry ordered. Where the engine orders entries itself, its seq once it is applied
-        and durable, or None where it would have no effect; where somebody else does, None, and the state
-        says later what came of it. Entries name what they expect, so they may be proposed again."""
+        """Order a control entry, or ask for it to be ordered. Where the engine orders entries itself, return
+        its seq once it is applied and durable, or None where it would have no effect. Where somebody else
+        orders them, return None; the state says later what came of it. Entries name what they expect, so they
+        may be proposed again."""
         raise NotImplementedError
 
     def flush(self) -> int:
-        """Bring all changes so far into pages, and return the seq up to which they are there. Opening
-        again then begins after it."""
+        """Bring all changes so far into pages, and return the seq up to which they are there. When the
+        database is opened again, redo begins after it."""
         self._wal.refuse_forked()
         self._refuse_reentry()
         with self._state.lock:
@@ -929,12 +936,12 @@ class Core:
         return self._log.registry
 
     def metrics(self) -> CollectorRegistry:
-        """The registry with everything that is measured here."""
+        """Return the registry with everything that is measured here."""
         return self._log.registry
 
     def check(self, *, away: bool = False) -> Iterator[Finding]:
-        """Verify the log, the pages and the checkpoints, byte for byte. An empty answer means that all are
-        sound. Pages that are away are read only with `away`; their references always are."""
+        """Verify the log, the pages and the checkpoints, byte for byte, and return the findings. No findings
+        mean that all are sound. Pages that are away are read only with `away`, their references always."""
         self._require_open()
         self._refuse_in_handler()
         return self._check(away=away)
@@ -1010,13 +1017,14 @@ class Core:
         return self._cold_ahead.place_of(seq)
 
     def close(self) -> None:
-        """Bring everything into pages and let the directory go. With an object store a database waits up to
-        ten seconds for its newest checkpoint to be shipped, and the log with it, where one is still to be;
-        otherwise nothing is shipped at the end. In a forked child it does nothing: what is open is the
+        """Bring everything into pages, and let the directory go. With an object store, a database whose
+        newest checkpoint is still to be shipped waits up to ten seconds for it, and for the log with it.
+        Otherwise nothing is shipped at the end. In a forked child this does nothing: what is open is the
         parent's, and its threads, which are not here, may have held any lock.
 
-        An interrupt is raised once it is closed. In a signal handler that has interrupted another call the
-        database is closed in the background, and the program does not end before that."""
+        An interrupt is raised once the database is closed. In a signal handler that has interrupted another
+        call, the database is closed in the background, and the program does not end before that.
+        """
         if self._wal.is_forked:
             self._closed = True
             return

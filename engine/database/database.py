@@ -70,7 +70,7 @@ __all__ = ["Database", "EngineOptions", "open_database"]
 
 
 class Database(Reads):
-    """Use `lowwater.open`."""
+    """An embedded database. Open one with `lowwater.open`."""
 
     _votes_alone = True
 
@@ -215,7 +215,8 @@ class Database(Reads):
         may_use_reserve: bool = False,
         puts: _Puts | None = None,
     ) -> Any:
-        """The same without waiting: a ticket. What makes the log smaller may use the disk's reserve."""
+        """Order a write, and return its ticket without waiting until it is durable. With `may_use_reserve`,
+        which is for what makes the log smaller, it may use the disk's reserve."""
         state = self._state
         self._refuse_reentry()
         self._wait_for_room(timeout_s, may_use_reserve=may_use_reserve)
@@ -253,8 +254,8 @@ class Database(Reads):
         return encode_with_images
 
     def create_bucket(self, bucket: str, exist_ok: bool = False) -> int:
-        """Make a bucket, and return its seq. Where there is one, raises AlreadyExists, or, with `exist_ok`,
-        writes nothing and returns the seq of that."""
+        """Make a bucket, and return its seq. If it exists, raise AlreadyExists; with `exist_ok`, write
+        nothing and return the seq of the bucket that is there."""
         format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
         found: int | None = None
 
@@ -300,8 +301,8 @@ class Database(Reads):
         if_seq: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Store a value, and return its seq once it is durable. `if_absent` only where there is none;
-        `if_seq` only where the newest version has this seq (0: where there is none)."""
+        """Store a value, and return its seq once it is durable. `if_absent` stores it only where the key has
+        no value. `if_seq` stores it only where the newest version has this seq (0: where there is none)."""
         if if_absent and if_seq:
             raise InputError("a key that is absent has no seq", hint="give if_absent or if_seq, not both")
         if if_absent or if_seq is not None:
@@ -318,8 +319,8 @@ class Database(Reads):
     def put_many(
         self, bucket: str, items: Iterable[tuple[str, bytes]], *, timeout_s: float | None = None
     ) -> int:
-        """Store many values with one sync, and return the last one's seq. Each is a put of its own: after
-        a crash some may be there and others not, in their order."""
+        """Store many values with one sync, and return the last one's seq. Each is a put of its own: after a
+        crash the first ones may be there and the others not."""
         puts = _Puts(self._prefix(bucket), items)
 
         def write() -> int:
@@ -377,7 +378,7 @@ class Database(Reads):
     def copy(
         self, bucket: str, key: str, to_bucket: str, to_key: str, *, timeout_s: float | None = None
     ) -> int:
-        """Store what a key has under another one too. A large value is not written again."""
+        """Store what a key has under another key too. A large value is not written again."""
         format.encode_name(bucket, "bucket", BUCKET_BYTES_MAX)
         format.encode_name(key, "key", KEY_BYTES_MAX)
         name = format.encode_name(to_bucket, "bucket", BUCKET_BYTES_MAX)
@@ -408,7 +409,7 @@ class Database(Reads):
         timeout_s: float | None = None,
         decide: Callable[[], None] | None = None,
     ) -> int:
-        """Write all of them or none, with one sync. All get the seq that this returns. `decide` may raise
+        """Write all entries or none, with one sync. Return the seq that all of them get. `decide` may raise
         to refuse them: it is called when nothing can come between it and them."""
         entries = _as_list(entries, "entries", "Put and Delete")
         if not entries:
@@ -440,8 +441,8 @@ class Database(Reads):
     def transaction(
         self, isolation: Isolation = "snapshot", *, lock_timeout_s: float | None = 10.0
     ) -> Transaction:
-        """Begin a transaction: `with db.transaction() as txn:` commits at the end of the block, and aborts
-        where it raises. `serializable` also refuses a commit when what was read has changed."""
+        """Begin a transaction. `with db.transaction() as txn:` commits at the end of the block, and aborts if
+        the block raises. `serializable` also refuses a commit when what was read has changed."""
         if isolation not in ("snapshot", "serializable"):
             raise InputError(f"the isolation is {isolation!r:.80}", hint="give snapshot or serializable")
         lock_timeout_s = timeout_of(lock_timeout_s, "lock_timeout_s")
@@ -472,8 +473,8 @@ class Database(Reads):
     # ------------------------------------------------------------------ which versions are kept
 
     def snapshot(self, name: str, ttl: float | timedelta | None = None) -> int:
-        """Keep what can be read now under a name, until `drop_snapshot`, or for `ttl` (seconds, or a
-        timedelta). Returns its seq."""
+        """Keep what can be read now under a name, and return its seq. The snapshot ends with `drop_snapshot`,
+        or after `ttl` (seconds, or a timedelta)."""
         format.encode_name(name, "snapshot", 255)
         ttl_us = None if ttl is None else duration_us(ttl, "time to live")
 
@@ -504,8 +505,8 @@ class Database(Reads):
         )
 
     def move_horizon(self, seq: int | None) -> int:
-        """Keep versions back to `seq` from now on, whoever needs them. None keeps those of snapshots and
-        running scans only, which is how a database begins."""
+        """Keep versions back to `seq` from now on, whether or not somebody needs them. With None, keep only
+        those of snapshots and running scans, as a new database does."""
         if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool)):
             raise InputError(f"{seq!r:.80} is no seq", hint="give the seq of an entry, or None")
 
@@ -524,9 +525,9 @@ class Database(Reads):
         )
 
     def limit_versions(self, per_key: int | None) -> int:
-        """Keep so many versions of each key at most, of those that the horizon keeps; None for all. Snapshots
-        keep what they show. What a read cannot know for that raises VersionGone. Once a limit was raised or
-        lifted, only snapshots can be read of the time before."""
+        """Keep at most `per_key` versions of each key, of those that the horizon keeps; None keeps all.
+        Snapshots keep what they show. A read whose answer the limit may have dropped raises VersionGone. Once
+        a limit was raised or lifted, only snapshots can be read of the time before."""
         if per_key is not None and (
             not isinstance(per_key, int) or isinstance(per_key, bool) or not 1 <= per_key <= PER_KEY_MAX
         ):
@@ -537,8 +538,8 @@ class Database(Reads):
     # ------------------------------------------------------------------ sessions
 
     def session(self, session_id: int | None = None, *, ttl: float | timedelta = TTL_S_DEFAULT) -> Session:
-        """Open a session, whose requests happen once, however often they are made; or go on with one that
-        was opened before. It ends when it was not used for `ttl` (seconds, or a timedelta)."""
+        """Open a session, or go on with the one that has this id. Its requests happen once, however often
+        they are made. It ends when it was not used for `ttl` (seconds, or a timedelta)."""
         self._require_open()
         if session_id is None:
             entry = Control(Kind.SESSION_OPEN, {"ttl_us": duration_us(ttl, "time to live")})
@@ -567,9 +568,9 @@ class Database(Reads):
             return None  # somebody was faster
 
     def fork(self, epoch: int, *, parent_segment: bytes, parent_manifest: bytes) -> int:
-        """Go on in an epoch that was claimed, and return the seq of the entry that says so, once it is
-        durable. The hashes are those of the newest manifest and its last segment, zeros where there is none.
-        The segment that is being written is sealed before."""
+        """Go on in an epoch that was claimed. Return the seq of the entry that says so, once it is durable.
+        The segment that is being written is sealed before. The hashes are those of the newest manifest and
+        its last segment, zeros where there is none."""
 
         def encode(chain: Chain, time_us: int) -> list[bytes]:
             entries = []
@@ -599,7 +600,8 @@ class Database(Reads):
             return None
 
     def begin_upkeep(self, options: LogOptions) -> None:
-        """Before anything else is written: have the log say what somebody has asked for."""
+        """Write into the log the settings that somebody has asked for, and what the version policy says. It
+        is called before anything else is written."""
         if (change := wanted_settings(self._wal.chain, options)) is not None:
             self.propose_control(change)
         self._upkeep.begin()
@@ -612,8 +614,8 @@ class Database(Reads):
     # ------------------------------------------------------------------ checkpoints
 
     def checkpoint(self) -> str:
-        """Have a checkpoint made of what is there now, and return its id once all of it is durable here.
-        Where nothing has happened since the last one, that is the one."""
+        """Make a checkpoint of what is there now, and return its id once all of it is durable here. If
+        nothing has happened since the last one, return the id of that one."""
         self._wal.refuse_forked()
         self._refuse_reentry()
         if self._one_checkpoint._is_owned():  # type: ignore[attr-defined]
@@ -640,7 +642,7 @@ class Database(Reads):
                 self._one_checkpoint.release()
 
     def aio(self) -> AsyncDatabase:
-        """The calls that read and write keys, for coroutines; others by its `run`."""
+        """Return the calls that read and write keys, for coroutines. Its `run` makes the others."""
         return AsyncDatabase(self)
 
 

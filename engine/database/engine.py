@@ -148,11 +148,12 @@ class FedEngine(Reads):
     # ------------------------------------------------------------------ applying
 
     def apply_log_entry(self, seq: int, entry: Request) -> Outcome:
-        """Apply an entry, and return what became of it. Seqs rise, with holes as the orchestrator likes; the
+        """Apply an entry, and return what became of it. Seqs rise, with holes as the orchestrator likes. The
         n members of a `Write` have the n seqs that end at `seq`.
 
-        An entry that was applied before has no effect and the same outcome; another one under its seq, or one
-        in a hole, raises LogDivergence. What no engine would take raises InvalidEntry and changes nothing.
+        An entry that was applied before has no effect, and has the same outcome. Another entry under its seq,
+        or one in a hole, raises LogDivergence. What no engine would take raises InvalidEntry and changes
+        nothing.
         """
         members = members_of(entry)
         if not isinstance(seq, int) or isinstance(seq, bool) or not len(members) <= seq <= format.SEQ_MAX:
@@ -296,7 +297,7 @@ class FedEngine(Reads):
         return error
 
     def sync(self) -> int:
-        """Return once everything that was applied is durable: the last durable seq."""
+        """Wait until everything that was applied is durable, and return the last durable seq."""
         self._require_open()
         try:
             return self._log.sync()
@@ -307,9 +308,9 @@ class FedEngine(Reads):
     # ------------------------------------------------------------------ marks and checkpoints
 
     def update_low_water_mark(self, lwm: int) -> int:
-        """Tell the lowest durable seq of all voting members. Returns the mark: it never falls while the
-        engine is open, and is not above what is durable here. It is stored with the next pages that are
-        written: tell it again after a restart."""
+        """Set the lowest durable seq of all voting members. Return the mark: it never falls while the engine
+        is open, and is not above what is durable here. It is stored with the next pages that are written, so
+        set it again after a restart."""
         if not isinstance(lwm, int) or isinstance(lwm, bool) or not 0 <= lwm <= format.SEQ_MAX:
             raise InputError(f"{lwm!r:.80} is no seq", hint="give the seq of an entry, or 0")
         state = self._state
@@ -318,13 +319,14 @@ class FedEngine(Reads):
             return self.marks().lwm
 
     def get_s3_high_water_mark(self) -> int:
-        """Every entry up to here is in the object store: none, without one."""
+        """Return the seq up to which every entry is in the object store. Without a store none is."""
         return self.marks().hwm
 
     def create_checkpoint(self, timeout_s: float | None = None) -> str:
-        """Have the orchestrator order a checkpoint entry, and return the id of the checkpoint once it is
-        durable here. The entry may still come after TimedOut. Whoever orders entries without being told
-        delivers `checkpoint_entry(...)` itself, and calls `wait_for_checkpoint(seq)`."""
+        """Ask the orchestrator for a checkpoint entry, and return the id of the checkpoint once it is durable
+        here. Raise TimedOut after `timeout_s`; the entry may still come then. Raise InputError where no
+        orchestrator was named. Whoever orders entries without being told delivers `checkpoint_entry(...)`
+        itself, and calls `wait_for_checkpoint(seq)`."""
         if self._orchestrator is None:
             raise InputError(
                 "nobody was named who orders entries",

@@ -134,7 +134,7 @@ class Lock:
         return None
 
     def blockers(self, waiting: Waiting) -> Iterator[Owned]:
-        """Those for whom a request in this queue waits."""
+        """Yield the owners for whom a request in this queue waits."""
         compatible = COMPATIBLE[waiting.target]
         for mode, holders in self.holders.items():
             if mode not in compatible:

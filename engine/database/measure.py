@@ -73,7 +73,7 @@ class Recovering:
 
 
 def watch(core: Core) -> EngineMetrics:
-    """Have the metrics of a database, or of a fed engine, in its log's registry."""
+    """Put the metrics of a database, or of a fed engine, into its log's registry."""
     return EngineMetrics(core.registry, durations=core.measured.durations, readings=_readings(core))
 
 

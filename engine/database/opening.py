@@ -123,7 +123,7 @@ def open_with(
     cold: ColdOf | None = None,
     progress: Progress | None = None,
 ) -> Database:
-    """The same with everything that a test, or a simulation, puts in its place."""
+    """Open the database in `path`, with whatever a test, or a simulation, puts in place of its parts."""
 
     def begin(log: Log, pages: PageStore, found: Seams) -> Database:
         return open_database(

@@ -17,8 +17,8 @@ from lowwater.engine.state.requests import Request
 
 
 class Outcome(NamedTuple):
-    """What became of an entry: `refused` says why it had no effect. Of an entry that was purged here nothing
-    is known any more: it is None as well."""
+    """What became of an entry. `refused` says why it had no effect, and is None where it had its effect. It
+    is None as well for an entry that was purged here, of which nothing is known any more."""
 
     seq: int
     refused: Refusal | None
@@ -28,30 +28,31 @@ class StorageEngine(Protocol):
     """An engine as its orchestrator sees it."""
 
     def apply_log_entry(self, seq: int, entry: Request) -> Outcome:
-        """Apply an entry, and return once it is applied; it is durable after `sync`, or soon. A repetition
-        returns the same outcome and changes nothing. Raises LogDivergence for another entry under an applied
+        """Apply an entry, and return once it is applied. It is durable after `sync`, or soon. A repetition
+        returns the same outcome and changes nothing. Raise LogDivergence for another entry under an applied
         seq, and for a seq below the last one that was never given."""
         ...
 
     def sync(self) -> int:
-        """Return once everything that was applied is durable: the last durable seq."""
+        """Wait until everything that was applied is durable, and return the last durable seq."""
         ...
 
     def update_low_water_mark(self, lwm: int) -> int:
-        """Tell the lowest durable seq of all voting members. Returns the mark, which never falls."""
+        """Set the lowest durable seq of all voting members. Return the mark, which never falls."""
         ...
 
     def read(self, bucket: str, key: str, seq: int) -> Object:
-        """The newest version of a key that is not above `seq`, once it is durable. Raises NotFound."""
+        """Return the newest version of a key that is not above `seq`, once it is durable. Raise NotFound
+        where there is none."""
         ...
 
     def get_s3_high_water_mark(self) -> int:
-        """Every entry up to here is in the object store."""
+        """Return the seq up to which every entry is in the object store."""
         ...
 
     def create_checkpoint(self) -> str:
-        """Have the orchestrator order a checkpoint entry, and return the checkpoint's id once it is durable
-        here. Raises InputError where no orchestrator was named."""
+        """Ask the orchestrator for a checkpoint entry, and return the checkpoint's id once it is durable
+        here. Raise InputError where no orchestrator was named."""
         ...
 
     def wait_for_checkpoint(self, seq: int) -> str:
@@ -61,7 +62,7 @@ class StorageEngine(Protocol):
     def marks(self) -> Marks: ...
 
     def root(self, seq: int | None = None) -> str:
-        """The fingerprint of the content as of `seq`, or now."""
+        """Return the fingerprint of the content as of `seq`, or now."""
         ...
 
     def close(self) -> None: ...
@@ -71,14 +72,14 @@ class Orchestrator(Protocol):
     """Whoever orders entries, as an engine sees it."""
 
     def get_low_water_mark(self) -> int:
-        """The lowest durable seq of all voting members, as far as it is known."""
+        """Return the lowest durable seq of all voting members, as far as it is known."""
         ...
 
     def fetch_log_entries(self, seq_first: int, seq_last: int) -> Iterable[tuple[int, Request]]:
-        """The entries from `seq_first` to `seq_last`, each with its seq, in order."""
+        """Return the entries from `seq_first` to `seq_last`, each with its seq, in order."""
         ...
 
     def propose(self, entry: Request) -> None:
-        """Order an entry that the engine itself wants, and deliver it as it is. Best effort: the engine asks
-        again until it has seen it applied."""
+        """Order an entry that the engine itself wants, and deliver it as it is. This is best effort: the
+        engine asks again until it has seen the entry applied."""
         ...

@@ -45,19 +45,19 @@ class Origin(NamedTuple):
     cluster_id: bytes
     """The cluster of the directory: another one where it is a clone."""
     epoch: int
-    """That of the archive's newest manifest."""
+    """The epoch of the archive's newest manifest."""
     wanted_seq: int
     seq: int
     checkpoint_seq: int
     checkpoint_hash: bytes
     parent_manifest: bytes
     parent_segment: bytes
-    """Of the last segment of that manifest."""
+    """The hash of the last segment of the archive's newest manifest."""
     is_continued: bool = False
     """Whether the log goes on in an epoch of its own."""
     ships_to: str = ""
-    """Of a clone that ships: its own archive, which has what its directory lacks, and of whose history its
-    parent's has the rest."""
+    """The archive that a clone ships to. It has what the clone's directory lacks; its parent's archive has
+    the rest of its history."""
     ships_options: Mapping[str, str] = {}
     is_whole: bool = False
     """Whether every page was brought here once."""

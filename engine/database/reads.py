@@ -64,7 +64,8 @@ class Reads(Core):
         return found, rests_on
 
     def _newest_here(self, bucket: str, key: str, reader: PlaceReader | None = None) -> Object | None:
-        """The same for who holds no lock: where the page is away, it is read."""
+        """Return the newest version of a key, or None where there is none. A page that is away is read, so
+        the caller holds no lock."""
         self._refuse_inside()
         return self._state.away.call(lambda: self._newest(bucket, key, reader))[0]
 
@@ -85,9 +86,9 @@ class Reads(Core):
         return metadata, b"", ValueRef(length, self._frame_seq(value), value_hash)
 
     def get(self, bucket: str, key: str, at: At | None = None, *, wait_s: float | None = None) -> Object:
-        """The newest version of a key, or the newest one not above the seq or time `at`. Raises NotFound,
-        and VersionGone where that cannot be told any more. A seq that is still to come is waited for, so
-        many seconds as `wait_s` says: TimedOut is raised then, or VersionGone where it says nothing."""
+        """Return the newest version of a key, or the newest one not above the seq or time `at`. Raise
+        NotFound where there is none, and VersionGone where that cannot be told any more. Wait up to `wait_s`
+        seconds for a seq that is still to come, then raise TimedOut. Without `wait_s`, raise VersionGone."""
         if at is None and not self._closed:
             # What is wrong with the arguments is told below.
             state = self._state
@@ -114,11 +115,12 @@ class Reads(Core):
         return found
 
     def read(self, bucket: str, key: str, seq: int, *, wait_s: float | None = None) -> Object:
-        """`get` with a seq, as the engine's interface names it."""
+        """Return the newest version of a key that is not above `seq`. It is `get`, under the name that the
+        engine's interface has."""
         return self.get(bucket, key, at=seq, wait_s=wait_s)
 
     def head(self, bucket: str, key: str, at: At | None = None, *, wait_s: float | None = None) -> Head:
-        """What `get` returns, without the value. A large one is not read."""
+        """Return what `get` returns, without the value. A large value is not read."""
         return head_of(self._find(bucket, key, at, wait_s))
 
     def read_range(
@@ -131,9 +133,9 @@ class Reads(Core):
         *,
         wait_s: float | None = None,
     ) -> bytes:
-        """`length` bytes of a value from `start` on, fewer where it ends before. A `start` beyond the end is
-        refused; at the end there is nothing more to read. Of a large value in a sealed segment no more is
-        read than the blocks around the part, each verified."""
+        """Return `length` bytes of a value from `start` on, fewer if the value ends before. Raise InputError
+        for a `start` beyond the end; at the end there is nothing more to read. Of a large value in a sealed
+        segment, only the blocks around the part are read, and each is verified."""
         for number, what in ((start, "start"), (length, "length")):
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise InputError(f"the {what} is {number!r:.80}", hint="give a whole number from 0 up")
@@ -207,8 +209,8 @@ class Reads(Core):
     def _lists_at(
         self, bucket: str, low: bytes, high: bytes, pinned: int, reader: PlaceReader | None = None
     ) -> Iterator[Sequence[Object]]:
-        """The same in lists, of a moment that is pinned: where a limit has taken versions of some keys, what
-        is left is read from elsewhere."""
+        """Yield the objects from `low` to below `high` in lists, as of the seq `pinned`, which is pinned.
+        Where a limit has taken versions of some keys, what is left is read from elsewhere."""
         last: str | None = None
         try:
             for objects in self._state.scan_lists(bucket, low, high, pinned, reader):
@@ -267,7 +269,7 @@ class Reads(Core):
         return state.pin(seq)
 
     def seq_at(self, moment: datetime) -> int:
-        """The seq of the last entry that is not after a time. Raises VersionGone where none is."""
+        """Return the seq of the last entry not after `moment`. Raise VersionGone where there is none."""
         self._require_open()
         time_us = time_us_of(moment)
         self._refuse_inside()
@@ -287,7 +289,7 @@ class Reads(Core):
         at: At | None = None,
         wait_s: float | None = None,
     ) -> Iterator[Object]:
-        """The objects of a bucket in the order of their keys, all as of one moment."""
+        """Return the objects of a bucket in the order of their keys, all as of one moment."""
         self._require_open()
         if at is None:
             self._prefix(bucket)
@@ -327,8 +329,8 @@ class Reads(Core):
         *,
         wait_s: float | None = None,
     ) -> Page:
-        """One page of the keys that begin with `prefix`. Keys that have `delimiter` after it come as the
-        prefix that ends with it, once each, and count as one."""
+        """Return one page of the keys that begin with `prefix`. Keys that have `delimiter` after it are
+        grouped: each group comes once, as the prefix that ends with the delimiter, and counts as one key."""
         listing = Listing(bucket, prefix, delimiter, start_after, limit)
         self._require_open()
         if at is None:
@@ -337,8 +339,8 @@ class Reads(Core):
             return listing.page(lambda low, high: objects(bucket, low, high, Unread))
 
     def root(self, seq: At | None = None, *, wait_s: float | None = None) -> str:
-        """The fingerprint of the content as of a seq or a time, or now. Of what is gone here it is recorded
-        where there was a checkpoint; else all of the content as of then is read."""
+        """Return the fingerprint of the content as of a seq or a time, or now. For what is gone here, return
+        the recorded one where there was a checkpoint; else read all of the content as of then."""
         self._require_open()
         try:
             return self._root_here(seq, wait_s)
@@ -410,7 +412,7 @@ class Reads(Core):
             yield Finding("error", what, newest.path, newest.seq)
 
     def snapshots(self) -> dict[str, Snapshot]:
-        """The snapshots by name: what each is of, and when it ends."""
+        """Return the snapshots by name, each with its seq and when it ends."""
         self._require_open()
         self._refuse_inside()
         state = self._state
@@ -420,7 +422,8 @@ class Reads(Core):
 
 
 class ScanBelow(Iterator[Object]):
-    """The objects of a scan. Who leaves it before its end can `close` it: until then its moment is pinned."""
+    """The objects of a scan. A caller that leaves the scan before its end can `close` it. Until then its
+    moment is pinned."""
 
     __slots__ = ("_lists", "_objects")
 

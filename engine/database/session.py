@@ -74,7 +74,8 @@ class _RepeatedError(Exception):
 
 
 class Session:
-    """Use `Database.session`. Any number of threads may use one."""
+    """A session of a database: its requests happen once, however often they are made. Open one with
+    `Database.session`. Any number of threads may use it."""
 
     def __init__(self, database: Database, session_id: int) -> None:
         self.id = session_id
@@ -99,8 +100,9 @@ class Session:
         request: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """`Database.put`. With the number of a request that was seen, nothing happens, and the seq that it
-        had comes back. Without one it is the next, which is acknowledged when this returns."""
+        """Store a value as `Database.put` does, as the request with the number `request`. If that request was
+        seen before, write nothing and return the seq that it had. Without a number it is the next request,
+        which is acknowledged when this returns."""
         entry = Put(bucket, key, value, metadata, if_absent=if_absent, if_seq=if_seq)
         return self._write(lambda of: entry._replace(session=of), request, timeout_s, f"put {key!r:.80}")
 
@@ -125,7 +127,7 @@ class Session:
         request: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """All of them or none, as one request. Unlike those of `Database.write`, they may have conditions."""
+        """Write all entries or none, as one request. Unlike in `Database.write`, they may have conditions."""
         return self._write(lambda of: Write(entries, of), request, timeout_s, "write")
 
     def create_bucket(self, bucket: str, *, request: int | None = None) -> int:
@@ -185,12 +187,12 @@ class Session:
 
     @property
     def acknowledged(self) -> int:
-        """The results of all requests up to this number are known to the caller."""
+        """The number of a request: the caller knows the results of all requests up to it."""
         return self._acknowledged
 
     def results(self) -> dict[int, int]:
-        """What is kept of requests that were seen: the seq of each, by its number. Of what is in neither this
-        nor acknowledged, nothing has happened."""
+        """Return the seqs of the requests whose results are kept, by their numbers. A request that is neither
+        here nor up to `acknowledged` has not happened."""
         database = self._database
         database._refuse_inside()
         with database._state.lock:
@@ -202,7 +204,7 @@ class Session:
         return results
 
     def acknowledge(self, request: int) -> None:
-        """The results of all requests up to this number are known, and forgotten with the next request."""
+        """Say that all results up to this request are known. They are forgotten with the next request."""
         if not isinstance(request, int) or isinstance(request, bool) or request < 0:
             raise InputError(f"the request is {request!r:.80}", hint="give the number of a request")
         with self._lock:
@@ -215,7 +217,7 @@ class Session:
     # ------------------------------------------------------------------ its life
 
     def keep_alive(self) -> int:
-        """Have the time to live begin again. Every request does that too."""
+        """Start the session's time to live again. Every request does that too."""
         return self._control(Control(Kind.SESSION_KEEP, {"session": self.id}))
 
     def close(self) -> None:
@@ -246,8 +248,8 @@ class Session:
 
 
 def write_request(database: Database, request: Request, timeout_s: float | None, what: str) -> int:
-    """Decide a request as a fed engine does, and write it where it has an effect; else raise. The seq of the
-    first one where it was seen before."""
+    """Decide a request as a fed engine does. Write it where it has an effect, and return its seq; else raise.
+    If the request was seen before, return the seq that it had then."""
     members = members_of(request)
     for member in members:
         # What is wrong with one is told before any is ordered.

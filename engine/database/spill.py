@@ -107,7 +107,8 @@ class Spill:
         return seq_first + count - 1 - number
 
     def commit(self, decide: Callable[[], None]) -> int:
-        """Have all of it take effect; `decide` may raise to refuse that. Returns their seq."""
+        """Make all that the transaction has written into the log take effect, and return its seq. `decide`
+        may raise to refuse that."""
 
         def encode(_: Chain, time_us: int) -> list[bytes]:
             self._has_ended = True

@@ -48,7 +48,7 @@ LOCKS_MAX = 100_000
 
 
 class Savepoint:
-    """Where to go back to within a transaction."""
+    """A place to go back to within a transaction."""
 
     __slots__ = ("_locks", "_transaction", "_write_count")
 
@@ -59,7 +59,7 @@ class Savepoint:
 
 
 class Transaction:
-    """Use `Database.transaction`."""
+    """A transaction of a database. Begin one with `Database.transaction`."""
 
     def __init__(
         self, database: Database, *, started: int, isolation: Isolation, lock_timeout_s: float | None
@@ -85,7 +85,7 @@ class Transaction:
     # ------------------------------------------------------------------ reading
 
     def get(self, bucket: str, key: str) -> Object:
-        """What the key holds for this transaction. Raises NotFound."""
+        """Return what the key holds for this transaction. Raise NotFound where there is nothing."""
         self._require_use()
         # A bucket that somebody has deleted since is still there for this transaction.
         encoded = encode_key(
@@ -121,8 +121,8 @@ class Transaction:
         return state.away.call(lambda: state.is_own(encoded, self.snapshot_seq, self._spill.txn))
 
     def scan(self, bucket: str, prefix: str = "") -> Iterator[Object]:
-        """The objects of a bucket as this transaction sees them, in order. Its own writes while the scan
-        runs may or may not be among them."""
+        """Return the objects of a bucket as this transaction sees them, in the order of their keys. Its own
+        writes while the scan runs may or may not be among them."""
         self._require_use()
         low = encode_key(
             format.encode_name(bucket, "bucket", format.BUCKET_BYTES_MAX), as_text(prefix, "prefix")
@@ -139,8 +139,8 @@ class Transaction:
         start_after: str | None = None,
         limit: int = LIMIT_DEFAULT,
     ) -> Page:
-        """One page of the keys as this transaction sees them, as `Database.list` gives it. What it has
-        written itself has no seq and no time yet."""
+        """Return one page of the keys as this transaction sees them, in the form of `Database.list`. What the
+        transaction has written itself has no seq and no time yet."""
         self._require_use()
         listing = Listing(bucket, prefix, delimiter, start_after, limit)
         self._note_range(bucket, listing.low, listing.high)
@@ -197,7 +197,7 @@ class Transaction:
         self._write(entry, len(entry.encode(0)))
 
     def delete(self, bucket: str, key: str) -> None:
-        """Remove a key, when the transaction commits. Raises NotFound where there is none."""
+        """Remove a key, when the transaction commits. Raise NotFound where there is none."""
         self.get(bucket, key)
         entry = Delete(bucket, key)
         self._write(entry, len(entry.encode(0)))
@@ -258,12 +258,12 @@ class Transaction:
         self._writes, self._written_keys, self._undo, self._bytes = {}, [], [], 0
 
     def savepoint(self) -> Savepoint:
-        """A place to go back to with `rollback_to`."""
+        """Return a place to go back to with `rollback_to`."""
         self._require_use()
         return Savepoint(self, self._write_count, self._database._locks.savepoint(self._held))
 
     def rollback_to(self, savepoint: Savepoint) -> None:
-        """Take back what was written since the savepoint, which stays where it is."""
+        """Take back what was written since the savepoint. The savepoint stays, and can be used again."""
         self._require_use()
         if not isinstance(savepoint, Savepoint) or savepoint._transaction is not self:
             raise InputError("this savepoint belongs to another transaction")
@@ -290,8 +290,8 @@ class Transaction:
     # ------------------------------------------------------------------ ending
 
     def commit(self) -> int | None:
-        """Have all writes take effect, and return their seq; None where there were none. Raises Conflict,
-        and has no effect, where somebody else was first."""
+        """Make all writes take effect, and return their seq; None where there were none. Raise Conflict,
+        without effect, if somebody else was first."""
         with self._held.using:
             self._require_use()
             committed = False
@@ -309,7 +309,7 @@ class Transaction:
                 self._held.end(committed=committed)
 
     def abort(self) -> None:
-        """End it without effect."""
+        """End the transaction without effect."""
         self._require_use()
         self._held.end()
 

@@ -86,7 +86,8 @@ class Upkeep:
         self._log_moves_time = now_us is None
 
     def begin(self) -> None:
-        """Have the log say what the policy says, where it does not yet: from then on versions are kept."""
+        """Write into the log what the version policy says, unless the log says it already. From then on
+        versions are kept."""
         first = self._first_wanted()
         if first is not None:
             self._order(first)

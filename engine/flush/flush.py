@@ -178,7 +178,7 @@ class Flusher:
         return min(GROUP_BYTES, max(GROUP_BYTES_MIN, self._state.pool_bytes_max // GROUP_SHARE))
 
     def want(self, seq: int) -> None:
-        """Have everything up to `seq` in the pages soon."""
+        """Ask that everything up to `seq` gets into the pages soon."""
         self._wanted_seq = max(self._wanted_seq, seq)
         self.sweeps = self.sweeps or bool(self._state.transactions.rows)
 
@@ -271,8 +271,8 @@ class Flusher:
     # ------------------------------------------------------------------ one group
 
     def flush_all(self) -> None:
-        """Have everything that is applied in the pages when this returns, but for what waits for pages that
-        are away: the log has that."""
+        """Bring everything that is applied into the pages, except for what waits for pages that are away. The
+        log has that."""
         self.want(self._state.applied)
         wanted = self._state.applied
         while not self.is_flushed(wanted) and self.step() is not None:
@@ -341,12 +341,12 @@ class Flusher:
                     self._brought_bytes -= found[1].size_bytes
 
     def finish(self) -> None:
-        """Have nothing under way."""
+        """Complete what is under way."""
         while self._job is not None:
             self.step()
 
     def put_back(self) -> None:
-        """Have pages that were read from afar in the store again. Nothing is under way."""
+        """Put pages that were read from afar into the store again. Nothing may be under way."""
         assert self._job is None
         for _ in self._return_pages():
             pass
@@ -778,7 +778,8 @@ class Flusher:
             self._replace(each, [Range(each.low, each.layout), *parts])
 
     def _last_key(self, each: Range) -> bytes | None:
-        """Of its pages; None where changes wait for them, or will."""
+        """Return the last key of a range's pages, or its `low` where it has no pages. Return None where
+        changes wait for its pages, or will."""
         layout = each.layout
         if not layout.keys:
             return each.low

@@ -60,7 +60,7 @@ def hash_of(data: bytes) -> bytes:
 
 
 def require(data: bytes, magic: bytes, what: str, size: int) -> None:
-    """That this is a `what` of a version that is known here."""
+    """Raise unless `data` is a `what` of a version that is known here."""
     if data[: len(magic)] != magic:
         raise NotLowwater(f"there is no {what} here", hint="check the path")
     if len(data) < max(size, RECOGNISED.size):

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
     @property
     def before(self) -> BeforeImage | None:
-        """What the key had before this change; None where the log was not asked to say so."""
+        """What the key had before this change; None where the log was not asked to keep that."""
         image = None if self.extras is None else self.extras.before
         if image is None:
             return None
@@ -57,9 +57,9 @@ class Entry(NamedTuple):
 
 
 def decode_frames(data: bytes, start: int, end: int, *, verify: bool) -> Iterator[Entry]:
-    """The entries of the whole frames in `data[start:end]`.
+    """Yield the entries of the whole frames in `data[start:end]`.
 
-    `verify` compares every frame's checksum; leave it out only for bytes that were verified otherwise.
+    `verify` compares every frame's checksum. Leave it out only for bytes that were verified otherwise.
     """
     unpack = format.FRAME_FIXED.unpack_from
     names = format.KIND_NAMES
@@ -139,7 +139,7 @@ def _decode_value_flags(flags: int, extras: Extras | None, value: bytes) -> tupl
 
 
 def decode_payload(seq: int, payload: bytes) -> Entry:
-    """One entry from its payload, as it stands in memory: nothing is verified."""
+    """Return the entry of a payload, as it stands in memory. Nothing is verified."""
     frame = format.FRAME.pack(seq, len(payload), 0) + payload
     return next(decode_frames(frame, 0, len(frame), verify=False))
 
@@ -184,8 +184,8 @@ def as_bytes(value: Any) -> bytes:
 
 
 def check_payload(payload: bytes) -> None:
-    """Raises InvalidEntry unless readers of all kinds will accept this payload. For payloads that somebody
-    else has made: what `encode` gives needs no check."""
+    """Raise InvalidEntry unless readers of all kinds will accept this payload. It is for payloads that
+    somebody else has made: what `encode` gives needs no check."""
     if type(payload) is not bytes:
         raise InvalidEntry(
             f"a payload is bytes, not {type(payload).__name__}", hint="give what encode() returns"
@@ -300,16 +300,16 @@ class Copy(NamedTuple):
 
 
 class Write(NamedTuple):
-    """All of these or none; conditions, and what is copied, are about what is there before the first of them.
-    The n members have the n seqs that end at the one that the engine is given."""
+    """Write all of these or none. Conditions, and what is copied, are about what is there before the first of
+    them. The n members have the n seqs that end at the one that the engine is given."""
 
     entries: Sequence[Put | Delete | Copy]
     session: RequestOf | None = None
 
 
 class Begin(NamedTuple):
-    """Begin a transaction, whose name is the seq of this entry. It reads as of `snapshot_seq`, which has to
-    be kept, or as of the entry before this one."""
+    """Begin a transaction, whose name is the seq of this entry. It reads as of `snapshot_seq`, whose versions
+    have to be kept, or as of the entry before this one."""
 
     snapshot_seq: int | None = None
     origin: int = 0
@@ -318,10 +318,10 @@ class Begin(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Have all of a transaction take effect: its versions get the seq and the time of this entry. Refused,
-    and so an abort, where the transaction is doomed, or others have written since its snapshot what it has
-    read: `keys` are pairs of bucket and key, `ranges` are buckets with the first key and the one at which the
-    range ends, None for all from the first on."""
+    """Commit a transaction: its versions get the seq and the time of this entry. The commit is refused, and
+    so becomes an abort, where the transaction is doomed, or where others have written since its snapshot what
+    it has read. `keys` are pairs of bucket and key that it has read. `ranges` are buckets, each with the
+    first key and the key at which the range ends; None there means all from the first key on."""
 
     txn: int
     keys: Sequence[tuple[str, str]] = ()
@@ -332,8 +332,8 @@ class Commit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Undo a transaction; with `savepoint_seq` only what it has done after that entry of its own, or after
-    its `Begin`."""
+    """Undo a transaction. With `savepoint_seq`, undo only what it has done after that entry of its own, or
+    after its `Begin`."""
 
     txn: int
     savepoint_seq: int | None = None
@@ -414,7 +414,7 @@ class Control(NamedTuple):
 
 
 def decode_body(entry: Entry) -> dict[str, Any]:
-    """The body of a control entry."""
+    """Return the body of a control entry."""
     try:
         body = cbor2.loads(entry.value) if entry.value else {}
     except Exception as error:  # cbor2 raises whatever its decoding of hostile bytes runs into

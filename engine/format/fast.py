@@ -52,8 +52,8 @@ def _put_changes(
     older: Superseded,
     begun: Begun,
 ) -> tuple[int, int]:
-    """Have records as the newest changes of their keys, in the ranges that begin at `lows`. Says how many
-    bytes left, of how many records. What it adds to `older` and `begun` is there before the change is: an
+    """Make records the newest changes of their keys, in the ranges that begin at `lows`. Return how many
+    bytes left, and of how many records. What it adds to `older` and `begun` is there before the change is: an
     interrupt may come in between, or take the result away."""
     left_bytes = left_count = 0
     for key, record in zip(keys, records, strict=True):

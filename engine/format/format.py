@@ -377,7 +377,8 @@ def encode_frames(seqs: Iterable[int], payloads: Sequence[bytes], sizes: Sequenc
 
 
 def encode_each_frame(seqs: Sequence[int], payloads: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
-    """The same as a `bytes` for each frame, for who keeps them."""
+    """Return the frame of each payload as a `bytes` of its own, for callers that keep them. `sizes` are the
+    lengths of the payloads."""
     checksums = map(crc32, payloads, map(crc32, map(_pack_frame_head, seqs, sizes)))
     return list(map(add, map(_pack_frame, seqs, sizes, checksums), payloads))
 

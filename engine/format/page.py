@@ -165,7 +165,7 @@ class DataPage:
         return self._first_row(low), self._row_count if high is None else self._first_row(high)
 
     def _first_row(self, key: bytes) -> int:
-        """Of a stored page, the first row of a key that is not below `key`."""
+        """Return the first row of a stored page whose key is not below `key`."""
         data = self._data
         assert data is not None
         ends = self._find_ends(data)
@@ -673,7 +673,8 @@ def _patched(
     changed: list[int],
     columns: tuple[array[int], array[int], bytearray, list[bytes]],
 ) -> DataPage | None:
-    """The same in the page's bytes, where it has them, and all values have one size."""
+    """Return the page with the changed rows written over its stored bytes. Return None unless the page has
+    such bytes, and all values have one size."""
     data = page._data
     seqs, times, flags, values = columns
     if data is None or any(flags):

@@ -40,7 +40,7 @@ class Object(NamedTuple):
 
 
 class Unread:
-    """In place of a large value, where somebody wants to know no more than its size or a part of it."""
+    """A stand-in for a large value, for whoever wants to know no more than its size or a part of it."""
 
     __slots__ = ("_length", "place")
 
@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
 
 class Page(NamedTuple):
-    """One page of a listing. `next` continues it: give it as `start_after`; None at the end."""
+    """One page of a listing. Give `next` as `start_after` to continue it; it is None at the end."""
 
     objects: list[Head]
     prefixes: list[str]
@@ -108,13 +108,14 @@ def make_record(seq: int, payload: bytes, segment_first: int = 0, offset: int = 
 
 
 def small_record_bytes(inline_bytes_max: int) -> int:
-    """A record of a put without flags and metadata that is not longer has a value that is not large, whatever
-    its names, and no place. A longer one has a place."""
+    """Return the size up to which the record of a put without flags and metadata has no place. Its value is
+    then not large, whatever its names. A longer record has a place."""
     return _FIXED_END + 2 + inline_bytes_max
 
 
 def put_record(frame: bytes, small_bytes: int, segment_first: int, offset: int) -> Record:
-    """The record of such a put, whose frame lies there."""
+    """Return the record of a put without flags and metadata. Its frame lies at `offset` in the segment whose
+    first seq is `segment_first`."""
     return frame if len(frame) <= small_bytes else frame + _PLACE.pack(segment_first, offset)
 
 
@@ -136,8 +137,9 @@ _LENGTHS = [bytes([length]) for length in range(256)]
 
 
 class KeyPlaces(dict[bytes, tuple[bytes, int] | None]):
-    """By a frame's shape, of which there are few: what a mere put's encoded key begins with, before its
-    names, and where these end in the frame; None for all others."""
+    """What to take from a frame to make its encoded key, by the frame's shape, of which there are few. For a
+    mere put it is what the key begins with, before its names, and where these end in the frame. For all
+    others it is None."""
 
     def __missing__(self, shape: bytes) -> tuple[bytes, int] | None:
         frame = bytes(FRAME_BYTES) + shape
@@ -188,7 +190,7 @@ def is_transactional(record: Record) -> bool:
 
 
 def transaction_of(record: Record) -> int:
-    """Of which one. Its group is the first one."""
+    """Return the id of the transaction that wrote a record. It is the first group after the fixed fields."""
     txn: int = _unpack_seq(record, _FIXED_END)[0]
     return txn
 

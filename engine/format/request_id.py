@@ -16,9 +16,9 @@ NUMBER_MAX = 2**48 - 1
 
 
 class RequestId(NamedTuple):
-    """Which request of a session this is. Numbers begin at 1 and may come in any order. `acknowledged` tells
-    that all results up to it are known to the client and are not asked for again; left out, that is so for
-    all but the last RESULTS_MAX."""
+    """The name of a request: a session, and a number in it. Numbers begin at 1 and may come in any order.
+    `acknowledged` says that all results up to it are known to the client and are not asked for again. Where
+    it is left out, that is so for all but the last RESULTS_MAX."""
 
     session: int
     number: int
@@ -33,7 +33,7 @@ class RequestId(NamedTuple):
 
     @property
     def word(self) -> int:
-        """The number and what is unanswered, as a frame has them in one."""
+        """The number, and how many before it are not acknowledged, in one integer as a frame has them."""
         return self.number | self.unanswered << 48
 
 
@@ -43,7 +43,8 @@ def request_of_word(session: int, word: int) -> RequestId:
 
 
 def as_request_id(given: Any) -> RequestId:
-    """What an entry was given as its `session`: (session, number), or with what is acknowledged."""
+    """Return what an entry was given as its `session`: (session, number), or with what is acknowledged. Raise
+    InvalidEntry where it names no request."""
     hint = "give (session, number) or (session, number, acknowledged)"
     try:
         request = RequestId(*given)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def read_segment(
     path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, files: Files | None = None
 ) -> Iterator[pyarrow.RecordBatch]:
-    """The entries of a segment file, a row each, in batches of about 8 MiB of frames. It may be sealed or
-    still written, compressed or not; all bytes are verified before they are a row. What is wrong with `path`
-    or `columns` is told by the call, damage when it is reached."""
+    """Return the entries of a segment file, a row each, in batches of about 8 MiB of frames. The segment may
+    be sealed or still written, compressed or not. All bytes are verified before they are a row. The call
+    raises what is wrong with `path` or `columns`; damage is raised when it is reached."""
     require_extra("lowwater.read_segment", "arrow")
     batches = _batches(local_path(path), columns, files)
     return chain([next(batches)], batches)

@@ -27,8 +27,8 @@ CLUSTER_ID_BYTES = 16
 class LogSettings(NamedTuple):
     """Settings that shape shared bytes. They travel in the log; the defaults are the format's.
 
-    The last two belong to the engine's pages and never change after the first entry. They are in no header:
-    None says that they are not known, because the segment with that entry is no longer here.
+    The last two belong to the engine's pages, and never change after the first entry. They are in no header.
+    They are None where they are not known, because the segment with that entry is no longer here.
     """
 
     segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
@@ -77,7 +77,7 @@ def update_settings(settings: LogSettings, changes: Mapping[str, Any]) -> LogSet
 def create_entry(
     cluster_id: bytes, salt: bytes, settings: Mapping[str, Any] | None = None, *, origin: int = 0
 ) -> Control:
-    """The first entry of any log. What `settings` leaves out has the format's defaults, for ever."""
+    """Return the first entry of a log. What `settings` leaves out has the format's defaults, for ever."""
     if len(cluster_id) != CLUSTER_ID_BYTES or len(salt) != SALT_BYTES:
         raise InvalidEntry(
             "a cluster id and a salt have 16 bytes each", hint="make them with secrets.token_bytes(16)"
@@ -107,7 +107,7 @@ class Create(NamedTuple):
 
 
 def settings_entry(changes: Mapping[str, Any], *, origin: int = 0) -> Control:
-    """Change settings from this entry's seq on: it ends its segment."""
+    """Return the entry that changes settings from its seq on. It ends its segment."""
     require_changeable(changes)
     update_settings(LogSettings(), changes)
     return Control(Kind.SETTINGS, dict(changes), origin)
@@ -120,14 +120,14 @@ def require_changeable(changes: Mapping[str, Any]) -> None:
 
 
 def seal_entry(seq_first: int, *, origin: int = 0) -> Control:
-    """End the segment that began with `seq_first`."""
+    """Return the entry that ends the segment that began with `seq_first`."""
     return Control(Kind.SEAL, {"seq_first": seq_first}, origin)
 
 
 def checkpoint_entry(seq_before: int, *, full: bool = False, origin: int = 0) -> Control:
-    """Have every replica make a checkpoint of what is applied up to this entry. `seq_before` is the seq of
-    the last such entry, 0 for none. Blocks that the checkpoint of that one has are not written again, unless
-    this one is to be `full`."""
+    """Return the entry at which every replica makes a checkpoint of what is applied up to it. `seq_before` is
+    the seq of the last such entry, 0 for none. Blocks that the checkpoint of that one has are not written
+    again, unless this one is to be `full`."""
     body: dict[str, Any] = {"before": seq_before}
     if full:
         body["full"] = True

@@ -48,8 +48,8 @@ _RESTORE = "restore this segment, or run `lowwater log repair` into a copy"
 
 
 class Finding(NamedTuple):
-    """Something that is not as it should be. An error means that data cannot be trusted, or is gone; a note
-    tells of what is no fault, as the leftovers of an upload."""
+    """Something that is not as it should be. An error means that data cannot be trusted, or is gone. A note
+    tells of what is no fault, such as the leftovers of an upload."""
 
     severity: Severity
     what: str
@@ -60,7 +60,8 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: LowwaterError, path: str) -> Finding:
-        """Of what may not be read nothing is known: then the error is raised."""
+        """Return the finding that tells of an error. Raise the error itself if it is a DeniedError: nothing
+        is known of what may not be read."""
         if isinstance(error, DeniedError):
             raise error
         # What errors advise elsewhere is what has led here.
@@ -79,7 +80,7 @@ Step = Finding | Progress
 
 
 def check_directory(files: Files, directory: str) -> Iterator[Finding]:
-    """Every finding about the log in a directory that nobody writes to."""
+    """Yield every finding about the log in a directory that nobody writes to."""
     return (step for step in check_directory_steps(files, directory) if isinstance(step, Finding))
 
 
@@ -237,7 +238,7 @@ def _check_follows(
 
 
 def check_segment(files: Files, path: str) -> Iterator[Finding]:
-    """Every finding about one segment by itself: raw or compressed, sealed or not."""
+    """Yield every finding about one segment by itself: raw or compressed, sealed or not."""
     return (step for step in check_segment_steps(files, path) if isinstance(step, Finding))
 
 
@@ -399,7 +400,7 @@ def _check_footer(
 
 
 def require_log(files: Files, directory: str) -> None:
-    """Raises NotFound where there is no log to open."""
+    """Raise NotFound where there is no log to open."""
     with typed_errors(directory, "open the log"):
         names = read_names(files, directory)
     if not names.numbered and not names.has_current:

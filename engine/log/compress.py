@@ -233,7 +233,7 @@ def decompress_block(
 def decompress_block_into(
     decompressor: zstandard.ZstdDecompressor, data: bytes | memoryview, raw: memoryview, offset: int
 ) -> None:
-    """The same, to where all of the block is wanted."""
+    """Decompress a block that is stored at `offset` into `raw`, which takes all of it."""
     try:
         _check_frame(data, len(raw), offset)
         with decompressor.stream_reader(data) as reader:

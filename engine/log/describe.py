@@ -55,7 +55,7 @@ class SegmentDescription:
     compressed_bytes: int | None = None
     header: SegmentHeader | None = None
     trailer: SegmentTrailer | None = None
-    """Of a sealed segment."""
+    """The trailer of a sealed segment."""
     seq_first: int | None = None
     seq_last: int | None = None
     frames: int | None = None
@@ -91,7 +91,7 @@ class LogDescription:
     hint: Hint | None = None
     segments: list[SegmentDescription] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    """Those of the segments too."""
+    """All findings, those about the segments included."""
 
     @property
     def seq_first(self) -> int | None:
@@ -266,7 +266,7 @@ def _copy_trailer(description: SegmentDescription, trailer: SegmentTrailer) -> N
 
 
 def _copy_scan(file: File, description: SegmentDescription, scan: Scan) -> None:
-    """Of a segment without a trailer: what its frames say."""
+    """Describe a segment without a trailer by what its frames say."""
     description.frames, description.body_bytes = len(scan.positions), scan.end
     if scan.positions:
         description.seq_first, description.seq_last = scan.seq_first, scan.chain.seq_last

@@ -66,8 +66,8 @@ Start = Literal["earliest", "latest"] | int | datetime
 class LogOptions(WalOptions):
     """How this process writes, and how a log that it creates is cut.
 
-    The settings of an existing log are in its entries; these are used for a new one only, but for those in
-    `wanted`: what somebody has asked for becomes an entry, where the log has something else.
+    The settings of an existing log are in its entries, so these are used for a new one only. Those in
+    `wanted` are an exception: where the log has something else, what was asked for becomes an entry.
     """
 
     segment_bytes: int = format.SEGMENT_BYTES_DEFAULT
@@ -132,7 +132,7 @@ class Seams:
 def new_create_entry(
     options: LogOptions, randomness: Randomness, cluster_id: bytes | None = None
 ) -> Writable:
-    """The first entry of a new log, with an id of its own, or one that is given."""
+    """Return the first entry of a new log. The log gets a new id, or `cluster_id`."""
     defaults: dict[str, Any] = {
         "segment_bytes": (options.segment_bytes, format.SEGMENT_BYTES_DEFAULT),
         "block_bytes": (options.block_bytes, format.BLOCK_BYTES_DEFAULT),
@@ -198,9 +198,10 @@ class Log:
 
         `config` is a TOML file, a mapping or a `Config`, of which the section `wal` counts; `options` says
         the same in code. `registry` is where the log's metrics go; without one it makes its own.
-        `create` is False to refuse an empty directory, or the `create` entry of the new log (with its
-        cluster id), or None to leave a new log empty until somebody appends that entry; otherwise a new log
-        gets an id of its own.
+
+        A new log gets an id of its own. Give its `create` entry as `create` to choose its cluster id. With
+        `create=None` the new log stays empty until somebody appends that entry. With `create=False` an empty
+        directory is refused.
         """
         if config is not None:
             if options is not None:
@@ -281,24 +282,25 @@ class Log:
 
     @property
     def chain(self) -> Chain:
-        """Where the log stands: cluster id, epoch and settings among it."""
+        """Where the log stands, with its cluster id, epoch and settings."""
         return self._wal.chain
 
     def cluster_id_at(self, seq: int) -> bytes:
-        """Whose log it was at an entry that is here, or at the first one that is: a `fork` may name another
-        owner."""
+        """Return whose log it was at an entry that is here, or at the first one that is. A `fork` may name
+        another owner."""
         with self.wal.lock:
             segment = self.wal.store.segment_after(seq - 1)
         return self.chain.cluster_id if segment is None else segment.header.cluster_id
 
     @property
     def creation(self) -> Creation | None:
-        """What the log's first entry says: its salt among it. None where the segment with it was purged."""
+        """What the log's first entry says, such as its salt. None where the segment with it was purged."""
         return self._wal.chain.creation
 
     @property
     def torn_bytes(self) -> int:
-        """What opening removed of a batch that a crash had torn. None of it was ever acknowledged."""
+        """How many bytes opening removed of a batch that a crash had torn. None of it was ever
+        acknowledged."""
         return self._wal.torn_bytes
 
     @property
@@ -308,8 +310,8 @@ class Log:
     # ------------------------------------------------------------------ appending
 
     def append(self, *entries: Writable, ack: Ack = "durable", timeout_s: float | None = None) -> int:
-        """Append entries, and return the seq of the last once all are durable (or, with `ack="memory"`,
-        at once). They get the next seqs, and the time at which they were ordered."""
+        """Append entries, and return the seq of the last once all are durable (or, with `ack="memory"`, at
+        once). The entries get the next seqs, and the time at which they were ordered."""
         build = self._build(entries)
         if ack == "memory":
             return self._wal.enqueue(build, timeout_s=timeout_s)[-1].seq_last
@@ -327,11 +329,12 @@ class Log:
         return self._wal.append(build, timeout_s=timeout_s)
 
     def submit(self, *entries: Writable, timeout_s: float | None = None) -> Future[int]:
-        """`append` that returns a future of the last seq. Blocks only while the queue is full."""
+        """Append entries, and return a future of the last seq. Block only while the queue is full."""
         return self._wal.submit(self._build(entries), timeout_s=timeout_s)
 
     async def append_async(self, *entries: Writable) -> int:
-        """`append` for coroutines. An append that was cancelled may still be written."""
+        """Append entries from a coroutine, and return the last seq. A cancelled append may still be
+        written."""
         return await self._wal.append_async(self._build(entries))
 
     def _build(self, entries: Sequence[Writable]) -> Build:
@@ -349,7 +352,7 @@ class Log:
         trusted: bool = False,
         timeout_s: float | None = None,
     ) -> int:
-        """`append` for entries that are encoded already, with the seqs that somebody else has given them.
+        """Append entries that are encoded already, with the seqs that somebody else has given them.
 
         Each payload is decoded first, unless they are `trusted`: all made by `encode` in this process.
         """
@@ -368,7 +371,8 @@ class Log:
         trusted: bool = False,
         timeout_s: float | None = None,
     ) -> Future[int]:
-        """`append_payloads` that returns a future. Blocks only while the queue is full."""
+        """Append entries that are encoded already, and return a future of the last seq. Block only while the
+        queue is full."""
         build = _given(payloads, seqs, trusted=trusted)
         try:
             return self._wal.submit(build, timeout_s=timeout_s)
@@ -379,7 +383,7 @@ class Log:
     def append_payloads_async(
         self, payloads: Sequence[bytes], *, seqs: Sequence[int] | None = None, trusted: bool = False
     ) -> Coroutine[Any, Any, int]:
-        """`append_payloads` for coroutines."""
+        """Append entries that are encoded already from a coroutine, and return the last seq."""
         build = _given(payloads, seqs, trusted=trusted)
         return self._wal.append_async(build) if seqs is None else self._append_given(build, payloads, seqs)
 
@@ -422,11 +426,12 @@ class Log:
         return self._wal.append(build)
 
     def sync(self) -> int:
-        """Return once everything that was appended is durable: the last durable seq."""
+        """Wait until everything that was appended is durable, and return the last durable seq."""
         return self._wal.sync()
 
     def seal_wait_s(self, age_max_s: float) -> float:
-        """How long to wait until the current segment's first frame may be so old; at most that."""
+        """Return how many seconds it takes until the current segment's first frame is `age_max_s` old; at
+        most that."""
         opened_us = self._wal.store.opened_us
         if opened_us is None:
             return age_max_s
@@ -447,9 +452,9 @@ class Log:
     # ------------------------------------------------------------------ reading
 
     def read(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Entry]:
-        """The durable entries from `start` on: a seq, "earliest", "latest", or a time.
+        """Return the durable entries from `start` on: a seq, "earliest", "latest", or a time.
 
-        Without `follow` it ends with what is durable now; with it, it waits for more until the log closes.
+        Without `follow` it ends with what is durable now. With it, it waits for more until the log closes.
         """
         seq = self._seq_before(start)
         seq_stop = None if follow else self._wal.durable_seq
@@ -457,13 +462,14 @@ class Log:
         return entries_of(chunks, seq, seq_stop, self.directory)
 
     def read_chunks(self, start: Start = "earliest", *, follow: bool = False) -> Iterator[Chunk]:
-        """`read` for whoever decodes frames for itself: the first chunk may begin before `start`."""
+        """Return what `read` returns in chunks of frames, for callers that decode them. The first chunk may
+        begin before `start`."""
         seq = self._seq_before(start)
         seq_stop = None if follow else self._wal.durable_seq
         return read_chunks(self._wal, seq, seq_stop=seq_stop, cold=self._cold)
 
     def set_cold_source(self, cold: ColdSource | None) -> None:
-        """Where entries, and large values, come from that the directory holds no longer."""
+        """Set where entries and large values come from that the directory no longer holds."""
         self._cold = cold
 
     @property
@@ -471,8 +477,8 @@ class Log:
         return self._cold
 
     def purge(self, seq: int) -> int:
-        """Remove the segments that hold nothing above `seq`, all but the newest: the seq up to which entries
-        are gone. That they are elsewhere, and that no page needs them, is for the caller to know."""
+        """Remove the segments that hold nothing above `seq`, all but the newest. Return the seq up to which
+        entries are gone. The caller has to know that they are elsewhere, and that no page needs them."""
         return self._wal.purge(seq)
 
     def _seq_before(self, start: Start) -> int:
@@ -491,8 +497,8 @@ class Log:
         )
 
     def seq_at_us(self, time_us: int) -> int:
-        """The last durable seq whose time is not after `time_us`. Raises VersionGone where there is none, or
-        it cannot be told because what is here begins later."""
+        """Return the last durable seq whose time is not after `time_us`. Raise VersionGone where there is
+        none, or where it cannot be told because what is here begins later."""
         seq = seq_before_time(self._wal, time_us + 1, self._cold) if time_us >= 0 else 0
         if not seq or (
             seq == self.seq_before_first and time_us < self._time_before_first() and not self._cold
@@ -510,7 +516,7 @@ class Log:
             return self._wal.store.time_before_first
 
     def payload_at(self, seq: int) -> bytes | None:
-        """The payload of the frame with this seq; None where it is a hole, or no longer here."""
+        """Return the payload of the frame with this seq; None where it is a hole, or no longer here."""
         try:
             for chunk in read_chunks(
                 self._wal, seq - 1, seq_stop=min(seq, self._wal.durable_seq), cold=self._cold
@@ -530,7 +536,8 @@ class Log:
     # ------------------------------------------------------------------ the rest
 
     def check(self) -> Iterator[Finding]:
-        """Verify everything that is durable here, byte for byte. An empty answer means that it is sound."""
+        """Verify everything that is durable here, byte for byte, and yield the findings. No findings mean
+        that it is sound."""
         self.sync()
         files = self._seams.files
         with self._wal.lock:
@@ -546,7 +553,7 @@ class Log:
 
     def close(self) -> None:
         """Write and sync what was queued, and let the directory go. In a signal handler that has interrupted
-        another call it is closed in the background, and the program does not end before that."""
+        another call, the log is closed in the background, and the program does not end before that."""
         runner = self._seams.runner
         if not is_in_handler():
             runner.apart(self._close)
@@ -573,7 +580,7 @@ class Log:
 
 
 def wanted_settings(chain: Chain, options: LogOptions) -> Control | None:
-    """The entry that gives a log the settings that were asked for; None where it has them."""
+    """Return the entry that gives a log the settings that were asked for; None where it has them."""
     changes = {
         name: value for name, value in options.wanted.items() if getattr(chain.settings, name) != value
     }

@@ -81,7 +81,8 @@ def frames_of(pieces: Sequence[Piece]) -> list[bytes]:
 
 
 def places_of(pieces: Sequence[Piece], chain_before: Chain) -> Iterator[tuple[int, int]]:
-    """Of each frame of the pieces, which follow `chain_before`, its segment's first seq and its offset."""
+    """Yield the first seq of its segment and its offset for each frame of the pieces. The pieces follow
+    `chain_before`."""
     segment_first = chain_before.seq_first
     for piece in pieces:
         if piece.starts_segment is not None:

@@ -207,7 +207,7 @@ def _verified_frame(file: File, position: int) -> bytes:
 
 
 class _StoredPositions:
-    """Those in the footer of a sealed segment, of which a search looks at a few."""
+    """The positions of frames in the footer of a sealed segment. A search reads only a few of them."""
 
     def __init__(self, file: File) -> None:
         self._file = file

@@ -371,7 +371,7 @@ class SegmentStore:
             self.current = current
 
     def _zero_ahead(self, current: CurrentSegment, needed_bytes: int) -> None:
-        """Have synced zeros where the next frames go, up to the size at which the segment ends."""
+        """Write and sync zeros where the next frames go, up to the size at which the segment ends."""
         start = current.zeroed_bytes
         end = min(max(start + ZEROED_BYTES, needed_bytes), current.header.segment_bytes)
         if end <= start or not self._files.preallocate:
@@ -395,7 +395,8 @@ class SegmentStore:
         self._apart(self.rotate)
 
     def rotate(self) -> None:
-        """The same by who is not interrupted."""
+        """End the current segment, which is complete and published, and put it in line for its footer. The
+        caller must not be interrupted."""
         BEFORE_ROTATE()
         current = self.current
         assert current is not None

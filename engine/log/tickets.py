@@ -177,7 +177,7 @@ def _wake_thread(ticket: Ticket) -> None:
 
 
 def again(error: LowwaterError) -> LowwaterError:
-    """The same error for another caller: a traceback belongs to one."""
+    """Return a copy of an error to raise to another caller: a traceback belongs to one."""
     copy = type(error)(error.message, path=error.path, seq=error.seq, offset=error.offset, hint=error.hint)
     copy.__cause__ = error.__cause__
     return copy

@@ -170,7 +170,7 @@ class ValueReader:
         return self._cold(segment_first).frame_seq(segment_first, offset)
 
     def frame_seq_here(self, place: bytes) -> int | None:
-        """The same; None where its segment is not here any more."""
+        """Return the seq of the frame that holds a value; None where its segment is not here any more."""
         segment_first, offset, _, _ = VALUE_PLACE.unpack(place)
         with self._reading():
             segment = self._segment(segment_first)

@@ -223,7 +223,7 @@ class Wal:
         return self._chain
 
     def watch(self, registry: CollectorRegistry, metrics: LogMetrics) -> None:
-        """Have this log shown by metrics that are in `registry`."""
+        """Show this log in metrics that are in `registry`."""
         metrics.watch(
             segments=lambda: self.store.segment_count,
             size_bytes=lambda: self.store.bytes_total,
@@ -489,7 +489,8 @@ class Wal:
             raise busy(self.directory)
 
     def refuse_inside(self) -> None:
-        """The same for a call that waits for no write."""
+        """Raise Busy where a signal handler calls, and its thread has the lock. It is for calls that wait for
+        no write."""
         if self.owns_lock():
             raise busy(self.directory)
 

@@ -195,8 +195,8 @@ def check_file(file: RealFile, roots: Roots, *, headers: bool = False) -> FoundP
 def check_values(
     file: RealFile, txn: int, wanted: Mapping[bytes, Sequence[bytes]]
 ) -> dict[bytes, dict[bytes, bool]]:
-    """Of some keys of some trees whether they are there, as of this transaction. The way to them is looked at
-    once more, and what LMDB believes of their values when they are replaced or deleted."""
+    """Return, for some keys of some trees, whether they are there as of this transaction. The way to them is
+    checked once more, and so is what LMDB believes of their values when they are replaced or deleted."""
     roots = read_roots(file, txn)
     limit = pages_limit(file, roots)
     trees, _ = _main_rows(file, roots, limit, None)

@@ -299,7 +299,7 @@ class LmdbPages:
             return self._read(lambda _: os.path.getsize(f"{self.path}/{DATA}"))
 
     def used_bytes(self) -> int:
-        """Of every page of LMDB what is not free, except for the list of those that are."""
+        """Return the size of all of LMDB's pages that are not free, except for the list of the free ones."""
 
         def read(transaction: lmdb.Transaction[bytes]) -> int:
             stats = [transaction.stat(), *map(transaction.stat, self._databases)]
@@ -522,7 +522,7 @@ class LmdbPages:
         return (self._environment.info()["last_pgno"] + 1) * page_bytes
 
     def _require_sound(self) -> None:
-        """That LMDB can follow the file, and that it holds the keys and the meta that were written last."""
+        """Raise unless LMDB can follow the file, and it has the keys and the meta that were written last."""
         with self._seen():
             found = self._found()
             stored = found.values.get(FORMAT_KEY)

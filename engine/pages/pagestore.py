@@ -42,7 +42,8 @@ class PageStore(Protocol):
         ...
 
     def page_sizes(self) -> Iterator[tuple[bytes, int]]:
-        """The same with the size of each, in bytes. Pages are not read for that."""
+        """Yield the key and the size in bytes of each page, in order, without reading the pages. It reads in
+        runs: it may or may not have keys that come or go meanwhile; all others come exactly once."""
         ...
 
     def get(self, key: bytes) -> bytes | None:
@@ -50,7 +51,7 @@ class PageStore(Protocol):
         ...
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The same for several, as of one transaction."""
+        """Return the pages of several keys, as of one transaction; None for each key that has none."""
         ...
 
     def write(

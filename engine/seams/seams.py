@@ -45,7 +45,7 @@ class Randomness(Protocol):
 
 class Task(Protocol):
     def wake(self) -> None:
-        """Have the step called soon."""
+        """Ask for the step to be called soon."""
         ...
 
     def stop(self) -> None:
@@ -59,12 +59,12 @@ class Runner(Protocol):
     def start(self, name: str, step: Step) -> Task: ...
 
     def apart(self, call: Callable[[], T]) -> T:
-        """Call it where no signal handler does: an interrupt is raised once it has ended. With no lock held
-        that it needs."""
+        """Call `call` where no signal handler does, and return what it returns. An interrupt is raised once
+        it has ended. The caller holds no lock that it needs."""
         ...
 
     def start_call(self, name: str, call: Callable[[], object]) -> None:
-        """Have it called in the background. The program does not end before it has returned."""
+        """Call `call` in the background. The program does not end before it has returned."""
         ...
 
 

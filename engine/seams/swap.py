@@ -43,7 +43,7 @@ def finish_swap(files: Files, path: str) -> None:
 
 
 def swap(files: Files, path: str) -> None:
-    """Have the copy, which is whole and durable in `pages.compacting`, take the place of `pages`."""
+    """Replace `pages` with the copy in `pages.compacting`, which is whole and durable."""
     parent = os.path.dirname(path)
     files.rename(path + COMPACTING, path + COMPACT)
     files.sync_directory(parent)

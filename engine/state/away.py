@@ -229,8 +229,8 @@ class AwayPages:
     # ------------------------------------------------------------------ back into the store
 
     def give_back(self, key: bytes, data: bytes, page: DataPage) -> bool:
-        """Have a page that was read put in the place of its reference. False where there is no room for it
-        to wait in."""
+        """Queue a page that was read, to be put in the place of its reference. Return False where there is no
+        room for it to wait in."""
         size = page.size_bytes
         with self._lock:
             before = self._returning.get(key)

@@ -133,19 +133,20 @@ ReadChunk = Callable[[bytes], bytes]
 def segment_shipped_entry(
     before: int, hash_before: bytes, segment: SegmentDescriptor, *, origin: int = 0
 ) -> Control:
-    """That a segment is in the store. `before` is the high-water mark that this rests on, and `hash_before`
-    what the segment's header says: the hash of the segment before it."""
+    """Return the entry that says that a segment is in the store. `before` is the high-water mark that this
+    rests on. `hash_before` is what the segment's header says: the hash of the segment before it."""
     body = {"before": before, "hash_before": hash_before, **_body_of(segment)}
     return Control(Kind.SEGMENT_SHIPPED, body, origin)
 
 
 def checkpoint_shipped_entry(before: int, checkpoint: CheckpointDescriptor, *, origin: int = 0) -> Control:
-    """That a checkpoint is in the store. `before` is the seq of the one that was shipped before it, or 0."""
+    """Return the entry that says that a checkpoint is in the store. `before` is the seq of the one that was
+    shipped before it, or 0."""
     return Control(Kind.CHECKPOINT_SHIPPED, {"before": before, **_body_of(checkpoint)}, origin)
 
 
 def fork_entry(fork: Fork, *, origin: int = 0) -> Control:
-    """That another owner goes on from here. It has to be the first entry of its segment."""
+    """Return the entry by which another owner goes on from here. It has to be the first of its segment."""
     return Control(Kind.FORK, _body_of(fork), origin)
 
 
@@ -368,7 +369,8 @@ class RecordList(Generic[R]):
         )
 
     def _run_hash(self, chunk: int, records: Sequence[R], start: int) -> bytes:
-        """Of a run that is whole, and so never changes: each manifest asks for all of them again."""
+        """Return the hash of a run that is whole. Such a run never changes, so its hash is kept: each
+        manifest asks for all of them again."""
         place = chunk * CHUNK_RECORDS + start
         found = self._run_hashes.get(place)
         if found is None:
@@ -496,7 +498,7 @@ class Catalogue:
         return 0 if last is None else last.last
 
     def hwm_at(self, seq: int) -> int:
-        """The same as of a seq."""
+        """Return the seq up to which every entry is recorded as shipped, as of `seq`."""
         last = self.segments.last
         if last is None or last.recorded_seq <= seq:
             return self.hwm
@@ -505,13 +507,13 @@ class Catalogue:
 
     @property
     def hash_last(self) -> bytes:
-        """Of the last segment; zeros where there is none."""
+        """The hash of the last segment; zeros where there is none."""
         last = self.segments.last
         return NO_HASH if last is None else last.hash
 
     @property
     def checkpoint_seq(self) -> int:
-        """Of the last checkpoint that was shipped, 0 for none."""
+        """The seq of the last checkpoint that was shipped; 0 for none."""
         last = self.checkpoints.last
         return 0 if last is None else last.seq
 
@@ -522,7 +524,7 @@ class Catalogue:
         return found if found is not None and seq <= found.last else None
 
     def segments_from(self, seq: int) -> Iterator[SegmentDescriptor]:
-        """Those that have entries from `seq` on, in order."""
+        """Return the segments that have entries from `seq` on, in order."""
         start = self.segments.count_to(_last, seq - 1)
         return self.segments.between(start, len(self.segments))
 
@@ -549,7 +551,7 @@ class Catalogue:
 
     @property
     def recorded_seq(self) -> int:
-        """Of the last entry that has recorded something."""
+        """The seq of the last entry that has recorded something; 0 for none."""
         return max((each[-1].recorded_seq for each in self._lists if len(each)), default=0)
 
     def damage(self) -> Iterator[str]:
@@ -579,7 +581,7 @@ class Catalogue:
         return {each.name: each.head(each.count_to(_recorded_seq, seq)) for each in self._lists}
 
     def body(self, seq: int = format.SEQ_MAX) -> dict[str, Any]:
-        """The same as it stands in a checkpoint's control part, and in a manifest."""
+        """Return the lists as of `seq`, as they stand in a checkpoint's control part and in a manifest."""
         return {name: head.to_body() for name, head in self.heads(seq).items()}
 
     def objects(

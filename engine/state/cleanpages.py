@@ -44,7 +44,7 @@ class CleanPages:
                     self._thin()
 
     def add_to_room(self, layout: Layout, index: int, page: DataPage) -> None:
-        """The same where nothing has to go for it."""
+        """Keep a page that was read from the store, if nothing has to go for it."""
         with self._lock:
             if layout.pages[index] is None and self.bytes + page_bytes(page) <= self.bytes_max:
                 self._add(layout, index, page)

@@ -17,7 +17,7 @@ class Due(NamedTuple):
     seq: int
     time_us: int
     base_seq: int
-    """Of the checkpoint whose blocks need not be written again; 0 for none."""
+    """The seq of the checkpoint whose blocks need not be written again; 0 for none."""
     control: bytes
 
 

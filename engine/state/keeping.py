@@ -31,15 +31,15 @@ BUCKET_BYTE = 0  # what the encoded keys of the buckets' own records begin with
 
 
 class Snapshot(NamedTuple):
-    """A named snapshot: what it is of, and when it ends, which is None for one that is dropped by hand."""
+    """A named snapshot: the seq that it shows, and when it ends (None: when it is dropped by hand)."""
 
     seq: int
     expires_us: int | None
 
 
 class Pin:
-    """A moment that somebody reads for as long as this is held: an interrupt may come before it is given
-    back."""
+    """A moment that somebody reads, for as long as this object is held. An interrupt may come before it is
+    given back."""
 
     __slots__ = ("__weakref__", "seq")
 
@@ -48,8 +48,8 @@ class Pin:
 
 
 Pins = dict[ref[Pin], int]
-"""Those that are held, with their seqs. One that nobody holds any more leaves without a lock, and without
-anything that could be interrupted."""
+"""The pins that are held, with their seqs. A pin that nobody holds any more leaves without a lock, and
+without anything that could be interrupted."""
 
 
 def add_pin(pins: Pins, pin: Pin) -> None:
@@ -111,13 +111,15 @@ class Keeping:
             raise self._gone(seq)
 
     def require_few(self, key: bytes, seqs: Iterable[int], seq: int) -> None:
-        """The same where it is known which versions of the key count."""
+        """Raise VersionGone where a key has as many versions above `seq` as are kept. `seqs` are those of its
+        versions that count."""
         assert self.per_key_max is not None
         if key[0] != BUCKET_BYTE and len({each for each in seqs if each > seq}) >= self.per_key_max:
             raise self._gone(seq)
 
     def require_rows_kept(self, page: DataPage, start: int, stop: int, seq: int) -> None:
-        """The same for all keys of a page's rows from `start` to below `stop`."""
+        """Raise VersionGone where a key in a page's rows from `start` to below `stop` has as many versions
+        above `seq` as are kept."""
         assert self.per_key_max is not None
         rows = zip(page.keys[start:stop], page.seqs[start:stop], strict=True)
         above = Counter(key for key, each in rows if each > seq and key[0] != BUCKET_BYTE)

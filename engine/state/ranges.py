@@ -38,7 +38,7 @@ def older_of(older: Older, key: bytes) -> list[Record]:
 
 
 def add_older(older: Older, key: bytes, record: Record) -> None:
-    """Have this as the newest that was superseded of a key."""
+    """Add a record as the newest that was superseded of a key."""
     held = older.setdefault(key, record)
     if isinstance(held, list):
         held.append(record)
@@ -47,7 +47,7 @@ def add_older(older: Older, key: bytes, record: Record) -> None:
 
 
 def add_older_once(older: Older, key: bytes, record: Record) -> None:
-    """The same after an interrupt, where it may have been done."""
+    """Add a record as the newest that was superseded of a key, unless that was done before an interrupt."""
     if all(seq_of(each) != seq_of(record) for each in older_of(older, key)):
         add_older(older, key, record)
 

@@ -339,8 +339,8 @@ class State:
 
     @property
     def base_seq(self) -> int:
-        """Of the checkpoint whose blocks the next one need not repeat: the last one that was shipped, which
-        every replica can get; until one was, the one that was asked for last."""
+        """The seq of the checkpoint whose blocks the next one need not repeat. It is the last one that was
+        shipped, which every replica can get; until one was, it is the last one that was asked for."""
         return self.catalogue.checkpoint_seq or self.checkpoint_seq
 
     def add_due(self, due: Due) -> None:
@@ -354,7 +354,7 @@ class State:
                 self.unpin(self._due_pins.pop(seq))
 
     def take_meta(self, meta: Meta) -> None:
-        """Have what the pages say; `applied` is set when all that is read from them is here."""
+        """Take over what the pages say. `applied` is set when all that is read from them is here."""
         self.horizon, self.snapshots = meta.horizon, dict(meta.snapshots)
         self.keeping.from_meta(meta.keeping)
         self.changed_seq = meta.changed_seq
@@ -512,7 +512,7 @@ class State:
         return min([self.floor_kept(seq), *self._pins.values()])
 
     def floor_kept(self, seq: int) -> int:
-        """The same without this process' pins: what the log says, and redo keeps."""
+        """Return the floor as of `seq`, without this process' pins: what the log says, and redo keeps."""
         floors = [seq, *self.snapshots.values()]
         if (floor := self.transactions.floor) is not None:
             floors.append(floor)
@@ -652,8 +652,8 @@ class State:
     def _newest_resolved(
         self, key: bytes, bucket: str, name: str, reader: PlaceReader | None
     ) -> tuple[Object | None, int]:
-        """The same where a transaction was the last to write. Nothing is kept ready: its end would not take
-        that out again."""
+        """Return the newest version of a key that a transaction was the last to write, or None, and the seq
+        that this rests on. Nothing is kept ready: the transaction's end would not take that out again."""
         if not self.owns_lock():
             self.refuse_inside()
         with self.lock:
@@ -902,7 +902,8 @@ class State:
         return False
 
     def view_of(self, place: Range, key: bytes) -> View | None:
-        """With the lock: the same for the page that this key belongs to."""
+        """With the lock held: return the rows that versions in the page of this key, or in memory before it,
+        may need. Return None where there are none."""
         if not self.transactions.rows:
             return None
         index = place.layout.index(key)
@@ -944,7 +945,9 @@ class State:
         reader: PlaceReader | None = None,
         viewer: int = 0,
     ) -> Iterator[list[Object]]:
-        """The same, a list for each page."""
+        """Yield the live objects from `low` to below `high`, in order, a list for each page. They are as of
+        `at`, which is pinned, else as they are when the scan comes by. What the transaction `viewer` has
+        written is among them. Not with the lock: pages that are away are read, one by one."""
         seq = format.SEQ_MAX if at is None else at
         skip = 1 + len(bucket.encode())
         position: bytes | None = low
@@ -1152,7 +1155,8 @@ def _referred_seq(payload: bytes) -> int:
 
 
 def _require_boundaries(keys: list[bytes], boundaries: Boundaries, path: str) -> None:
-    """Of a store without sums, that pages begin where they may: a key that is not what it was hardly does."""
+    """Raise PagesDamaged unless pages begin where they may. It is for a store without sums: a key that is not
+    what it was is hardly one at which a page may begin."""
     keys = [key for key in keys if key != LOWEST]
     if boundaries.cuts(keys) != keys:
         raise PagesDamaged("a page lies under a key at which none begins", path=path)

@@ -197,8 +197,9 @@ class TransactionTable:
         return min((row.floor for row in self.open.values()), default=None)
 
     def floor_at(self, seq: int) -> int:
-        """The same as of `seq`, which is `seq` where none was open. In redo rows are ahead: what a
-        transaction has written stays unstamped up to its end, and takes the place of nothing before."""
+        """Return the seq above which superseded versions are kept, as of `seq`; `seq` itself where no
+        transaction was open. In redo rows are ahead: what a transaction has written stays unstamped up to its
+        end, and takes the place of nothing before."""
         return min((row.floor for row in self.rows.values() if not 0 < row.end_seq <= seq), default=seq)
 
     @property
@@ -250,7 +251,7 @@ class TransactionTable:
                 del self.rows[txn]
 
     def ended(self, applied: int) -> set[int]:
-        """Those that have ended by `applied`."""
+        """Return the transactions that have ended by `applied`."""
         return {txn for txn, row in self.rows.items() if 0 < row.end_seq <= applied}
 
     def carries(self, keys: Iterable[bytes], ids: set[int]) -> Iterator[bytes]:
@@ -327,7 +328,8 @@ def settle_versions(versions: list[PageVersion], view: View, frozen_seq: int) ->
 
 
 def settle_page(page: DataPage, view: View, frozen_seq: int) -> DataPage:
-    """The same for a page. Of several writes of one transaction to a key the last survives its commit."""
+    """Return a page without rows that were undone, and with seq and time of what was committed up to
+    `frozen_seq`. If one transaction wrote a key several times, the last of the writes survives its commit."""
     if not ids_in(page):
         return page
     keep: list[bool] = []

@@ -68,7 +68,7 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_optional_bytes(value: object) -> int | None:
-    """The same, and `"none"` for no limit."""
+    """`"64 MiB"` is 67,108,864, a plain number is bytes, and `"none"` stands for no limit."""
     return None if value is None or value == "none" else parse_bytes(value)
 
 
@@ -245,7 +245,7 @@ class TierConfig(BaseModel):
         return self
 
     def store_uri(self) -> str | None:
-        """None where nothing is to be shipped."""
+        """Return the URI of the store; None where nothing is to be shipped."""
         if self.bucket is not None:
             return f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
         if self.root is not None:
@@ -254,7 +254,7 @@ class TierConfig(BaseModel):
 
 
 class ShippingConfig(BaseModel):
-    """How it is brought there. Each attribute has the name of its key in `[shipping]`."""
+    """How the history is brought to the store. Each attribute has the name of its key in `[shipping]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -290,10 +290,9 @@ class Config(BaseSettings):
     def load(
         cls, source: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **overrides: Any
     ) -> Config:
-        """Read a configuration. `source` is a TOML file, or a mapping that stands for one; the overrides
-        are sections as well: `Config.load("lowwater.toml", wal={"sync_mode": "fdatasync"})`.
-        A `Config` has met its environment already, and only the overrides are put over it.
-        """
+        """Read a configuration. `source` is a TOML file, or a mapping that stands for one. The overrides are
+        sections as well: `Config.load("lowwater.toml", wal={"sync_mode": "fdatasync"})`. A `Config` has met
+        its environment already, so only the overrides are put over it."""
         layers = [_layer(_flat(overrides))]
         match source:
             case Config():

@@ -154,7 +154,7 @@ class _Demo:
         return 0
 
     def _begin(self, what: str) -> None:
-        """The same lines with a terminal and without."""
+        """Announce the next step, in the same way with a terminal and without."""
         self._step += 1
         self._say(f"step {self._step} of {STEPS}: {what}")
 

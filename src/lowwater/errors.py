@@ -60,7 +60,7 @@ from typing import Any, ClassVar
 
 
 def without_secrets(uri: str) -> str:
-    """The URI of a store as it may be shown: what stands before an @ or after a ? may be a secret."""
+    """Return the URI of a store as it may be shown. What stands before an @ or after a ? may be a secret."""
     place, mark, _ = uri.partition("?")
     place = re.sub(r"//[^/]*@", "//…@", place)
     return f"{place}?…" if mark else place
@@ -94,7 +94,7 @@ class LowwaterError(Exception):
         return f"{self.message} ({where})" if where else self.message
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as the command line prints it under `--json`."""
+        """Return the error as the command line prints it under `--json`."""
         return {
             "error": type(self).__name__,
             "message": self.message,

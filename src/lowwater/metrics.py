@@ -96,7 +96,7 @@ class LogMetrics(Collector):
         cache_bytes: Gauge,
         queue_bytes: Gauge,
     ) -> None:
-        """Where to read the gauges, at each scrape."""
+        """Set where the gauges are read, at each scrape."""
         self._segments = segments
         self._size_bytes = size_bytes
         self._current_seq = current_seq
@@ -104,13 +104,13 @@ class LogMetrics(Collector):
         self._queue_bytes = queue_bytes
 
     def batches_written(self, count: int, frames: int, size: int, seconds: float) -> None:
-        """Group commits that went to the disk in one call."""
+        """Count group commits that went to the disk in one call."""
         self.frames_written += frames
         self.bytes_written += size
         self.commit_duration.observe(seconds / count, count)
 
     def appends_durable(self, latencies_s: Sequence[float]) -> None:
-        """The appends that one group commit made durable, and how long each had waited."""
+        """Count the appends that one group commit made durable, by how long each had waited."""
         observe = self.append_latency.observe
         for latency_s in latencies_s:
             observe(latency_s)
@@ -253,7 +253,7 @@ class ColdMetrics(Collector):
             registry.register(self)
 
     def watch(self, *, cache_bytes: Gauge, cache_evictions: Gauge, cache_damaged: Gauge) -> None:
-        """Where to read what the cache counts, at each scrape."""
+        """Set where what the cache counts is read, at each scrape."""
         self._readings = {
             "lowwater_cold_cache_bytes": cache_bytes,
             "lowwater_cold_cache_evictions_total": cache_evictions,
@@ -275,7 +275,7 @@ class ColdMetrics(Collector):
             self._counts[name] += 1
 
     def looked_up(self, *, hits: int, misses: int) -> None:
-        """In the cache on disk."""
+        """Count what was found in the cache on disk, and what was not."""
         with self._lock:
             self._counts["lowwater_cold_cache_hits_total"] += hits
             self._counts["lowwater_cold_cache_misses_total"] += misses
@@ -333,7 +333,7 @@ class TierMetrics(Collector):
             registry.register(self)
 
     def watch(self, readings: Mapping[str, Gauge]) -> None:
-        """Where to read the gauges, at each scrape."""
+        """Set where the gauges are read, at each scrape."""
         assert readings.keys() == TIER_GAUGES.keys()
         self._readings = dict(readings)
 
@@ -342,13 +342,13 @@ class TierMetrics(Collector):
             self._durations["lowwater_uploader_cycle_duration_seconds"].observe(seconds)
 
     def published(self, seconds: float) -> None:
-        """A manifest."""
+        """Count a manifest that was published, and how long that took."""
         with self._lock:
             self._durations["lowwater_metadata_put_latency_seconds"].observe(seconds)
             self._counts["lowwater_metadata_descriptor_writes_total"] += 1
 
     def passed(self, size: int) -> None:
-        """A part went out."""
+        """Count a part that was uploaded, and its size."""
         with self._lock:
             self._chunks.observe(size)
             self._counts["lowwater_uploader_bytes_uploaded_total"] += size
@@ -407,7 +407,7 @@ class StoreMetrics(Collector):
             registry.register(self)
 
     def watch(self, repeated: Gauge) -> None:
-        """Where a store says how many requests it has repeated."""
+        """Add where a store says how many requests it has repeated."""
         self._repeated.append(repeated)
 
     def called(self, seconds: float, *, failed: bool) -> None:
@@ -432,5 +432,5 @@ class StoreMetrics(Collector):
 
 
 def text(registry: CollectorRegistry) -> str:
-    """All metrics of a registry, as Prometheus scrapes them."""
+    """Return all metrics of a registry, as Prometheus scrapes them."""
     return generate_latest(registry).decode()

@@ -160,7 +160,8 @@ class Planner:
         return None
 
     def _worth(self, candidate: Candidate) -> tuple[int, bool]:
-        """Of copies, the one with the most good frames is kept, and of equal ones that with the name."""
+        """Return how good a copy of a segment is: where its good frames end, and then whether it has the
+        name. The best copy is kept."""
         assert candidate.header is not None
         with open_candidate(self._files, candidate) as file:
             end = scan_frames(file, candidate.header, stop=candidate.frames_stop).end
