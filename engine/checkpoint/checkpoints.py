@@ -272,7 +272,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ what is here
 
     def require_of(self, cluster_id_at: Callable[[int], bytes], seq_last: int) -> None:
-        """Raise Corrupt unless the checkpoints were made of this log, which ends at `seq_last`.
+        """Raise Corrupt unless the newest checkpoint was made of this log, which ends at `seq_last`.
         `cluster_id_at(seq)` says whose the log was at a seq."""
         if not self._complete:
             return
@@ -405,8 +405,8 @@ class Checkpoints:
             pass  # `begin` removes it
 
     def thin_out(self, needed_seqs: Iterable[int]) -> Generator[None, None, None]:
-        """Remove all checkpoints but the newest, and those that are bases of others to come; also one of
-        which nobody knows whether it is durable. Then the packs that no checkpoint needs."""
+        """Remove all checkpoints but the newest two and those of `needed_seqs`, and also one of which nobody
+        knows whether it is durable. Then the packs that no checkpoint needs."""
         needed = set(needed_seqs)
         kept = [each for number, each in enumerate(self._complete) if number < KEPT_MAX or each.seq in needed]
         self._complete = kept

@@ -31,7 +31,7 @@ SCAN_RUN = 256
 
 
 class AsyncDatabase:
-    """The calls of `Database` that read and write keys, awaitable, as `db.aio()` returns them. Transactions
+    """The calls of `Database` that programs make most, awaitable, as `db.aio()` returns them. Transactions
     stay with threads: call a function that uses one, or anything else, with `run`."""
 
     def __init__(self, database: Database, *, threads: int = THREADS) -> None:

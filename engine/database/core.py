@@ -705,6 +705,7 @@ class Core:
         return self._log.read(start, follow=follow)
 
     def marks(self) -> Marks:
+        """Return how far entries have come: appended, applied, durable everywhere, shipped, purged."""
         durable = self._wal.durable_seq
         applied = self._state.applied
         durable = min(durable, applied)

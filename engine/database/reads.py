@@ -37,6 +37,7 @@ _Objects = Callable[[str, bytes, bytes, PlaceReader | None], Iterator[Object]]
 
 class Reads(Core):
     def buckets(self, at: At | None = None) -> list[str]:
+        """Return the names of the buckets, in order: now, or as of a seq or time."""
         self._require_open()
         if at is not None:
             with self._moment(at) as objects:

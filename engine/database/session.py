@@ -110,6 +110,7 @@ class Session:
         self, bucket: str, key: str, *, if_seq: int | None = None, request: int | None = None,
         timeout_s: float | None = None,
     ) -> int:  # fmt: skip
+        """Remove a key as a request of this session, and return its seq."""
         entry = Delete(bucket, key, if_seq=if_seq)
         return self._write(lambda of: entry._replace(session=of), request, timeout_s, f"delete {key!r:.80}")
 
@@ -117,6 +118,7 @@ class Session:
         self, bucket: str, key: str, to_bucket: str, to_key: str, *, if_absent: bool = False,
         if_seq: int | None = None, request: int | None = None, timeout_s: float | None = None,
     ) -> int:  # fmt: skip
+        """Copy an object as a request of this session, and return the seq."""
         entry = Copy(bucket, key, to_bucket, to_key, if_absent=if_absent, if_seq=if_seq)
         return self._write(lambda of: entry._replace(session=of), request, timeout_s, f"copy {key!r:.80}")
 
@@ -131,10 +133,12 @@ class Session:
         return self._write(lambda of: Write(entries, of), request, timeout_s, "write")
 
     def create_bucket(self, bucket: str, *, request: int | None = None) -> int:
+        """Make a bucket as a request of this session, and return its seq."""
         entry = CreateBucket(bucket)
         return self._write(lambda of: entry._replace(session=of), request, None, f"create {bucket!r:.80}")
 
     def delete_bucket(self, bucket: str, *, request: int | None = None) -> int:
+        """Remove an empty bucket as a request of this session, and return the seq."""
         entry = DeleteBucket(bucket)
         return self._write(lambda of: entry._replace(session=of), request, None, f"delete {bucket!r:.80}")
 

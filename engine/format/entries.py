@@ -343,6 +343,8 @@ class Abort(NamedTuple):
 
 
 class CreateBucket(NamedTuple):
+    """Makes a bucket. It is refused where there is one."""
+
     bucket: str
     origin: int = 0
     time_us: int = 0
@@ -355,6 +357,8 @@ class CreateBucket(NamedTuple):
 
 
 class DeleteBucket(NamedTuple):
+    """Removes a bucket. It is refused where that holds keys."""
+
     bucket: str
     origin: int = 0
     time_us: int = 0

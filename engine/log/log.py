@@ -516,7 +516,8 @@ class Log:
             return self._wal.store.time_before_first
 
     def payload_at(self, seq: int) -> bytes | None:
-        """Return the payload of the frame with this seq; None where it is a hole, or no longer here."""
+        """Return the payload of the frame with this seq; None where it is a hole, or cannot be read
+        any more, from here or from the archive."""
         try:
             for chunk in read_chunks(
                 self._wal, seq - 1, seq_stop=min(seq, self._wal.durable_seq), cold=self._cold
