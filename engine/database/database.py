@@ -494,7 +494,7 @@ class Database(Reads):
         return seq
 
     def drop_snapshot(self, name: str) -> int:
-        """Remove a snapshot: nothing is kept for it any more. Return the seq. Raise NotFound where there is none."""
+        """Remove a snapshot: nothing is kept for it any more. Return the seq, or raise NotFound."""
         format.encode_name(name, "snapshot", 255)
 
         def decide() -> None:
