@@ -649,7 +649,7 @@ from lowwater.tiering.block_cache import BlockCache
 from lowwater.tiering.cold import ColdLog
 from lowwater.tiering.fetcher import Fetcher
 from lowwater.tiering.memory_store import MemoryStore
-from lowwater.tiering.store import Found
+from lowwater.tiering.store import FoundObject
 
 path, cache_directory, *fields = sys.argv[1:]
 fields = [bytes.fromhex(field[1:]) if field[0] == "h" else int(field) for field in fields]
@@ -663,7 +663,7 @@ class FileStore(MemoryStore):
 
     def stat(self, name):
         import os
-        return Found(name, os.stat(path).st_size)
+        return FoundObject(name, os.stat(path).st_size)
 
 class One:
     hwm = descriptor.last
