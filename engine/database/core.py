@@ -100,7 +100,6 @@ class EngineOptions:
     pool_bytes_max: int = 2**30
     # How long pages may lag behind the log: redo after a crash takes the longer.
     checkpoint_interval_s: float | None = 300.0
-    # Whether another process may make pages of many changes.
     versions: VersionPolicy = KEEP_AS_IT_IS
     # What is kept back of the disk; 0 to write until it is full, and the log is poisoned.
     disk_reserve_bytes: int = 64 * 2**20
